@@ -33,6 +33,7 @@ OTHER_TEXTS = {
     "output_dir": ("/elsewhere",),
     "weight_type": ("token",),
     "agg_type": ("sequence",),
+    "attn_implementation": ("fa2", "eager"),
 }
 ONE_CHOICE = (
     "strategy_name",
@@ -45,7 +46,7 @@ ONE_CHOICE = (
 """Fields of which we support one value only, so that the run does not contain them."""
 CONDITIONAL = re.compile(
     "no effect at this value|not set|a variable|only|does not read|no env manager|"
-    "takes? its place|is off|validation waits|same way"
+    "takes? its place|is off|is normalised|validation waits|same way"
 )
 """Dropped because of other fields or of this value."""
 
@@ -134,7 +135,7 @@ def test_every_field_of_the_file_has_a_line(example: Path) -> None:
 
 def test_a_typo_is_told_with_the_likely_field() -> None:
     composition = compose(EXAMPLES[0])
-    composition.config["adv_estimater"] = "gae"
+    composition.config["adv_estimater"] = composition.config.pop("adv_estimator")
     composition.config["actor_train"]["training_args"]["flash_attn"] = True
     lines = {
         line.field: line for line in convert(composition, "x").lines if line.fate is Fate.UNKNOWN

@@ -9,8 +9,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from agenticrun_api.names import ExitCode
-
 
 def convert(
     file: Annotated[
@@ -33,25 +31,43 @@ def convert(
             file_okay=False,
         ),
     ] = None,
+    details: Annotated[
+        bool,
+        typer.Option("--details", help="Report every field, not only what a person must read."),
+    ] = False,
 ) -> None:
     """Convert a ROLL YAML to an AgenticRun.
 
-    A report about every field goes to standard error. ROLL does not have to be installed.
-    Exit codes: 0 converted, 64 the configuration cannot be converted.
+    A short report goes to standard error: lines that need a person, and settings that mean
+    something else here. ROLL does not have to be installed.
+    Exit codes: 0 ready, 3 lines need a person, 64 the file cannot be read.
     """
     from agenticrun_workers.convert import ConvertError, as_yaml, compose
     from agenticrun_workers.convert import convert as converted
-    from agenticrun_workers.convert.fields import show
+    from agenticrun_workers.convert.outcome import (
+        ConvertExit,
+        exit_code,
+        lines_for_a_person,
+        show_details,
+        summary,
+    )
 
     try:
         conversion = converted(compose(file, config_dir), file.stem)
     except ConvertError as error:
         typer.echo(str(error), err=True)
-        raise typer.Exit(ExitCode.INVALID_CONFIG) from None
-    show(conversion.lines, Console(stderr=True, width=None if sys.stderr.isatty() else 140))
-    text = as_yaml(conversion.document)
+        raise typer.Exit(ConvertExit.UNREADABLE) from None
+    if details:
+        show_details(
+            conversion.lines, Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+        )
+    for line in summary(conversion, file.name):
+        typer.echo(line, err=True)
+    todo = "".join(f"# needs a person: {line}\n" for line in lines_for_a_person(conversion))
+    text = todo + as_yaml(conversion.document)
     if output is None:
         typer.echo(text, nl=False)
     else:
         output.write_text(text)
-        typer.echo(f"{output}: check it with `agenticrun validate -f {output}`", err=True)
+        typer.echo(f"written: {output}; check it with `agenticrun validate -f {output}`", err=True)
+    raise typer.Exit(exit_code(conversion))

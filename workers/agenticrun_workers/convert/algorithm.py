@@ -62,6 +62,7 @@ def algorithm(top: View, notes: Notes) -> Spec:
         else None,
         **_loss(top, notes),
     }
+    _token_kl(top, name, spec["rewardKl"], notes)
     own = name in ("grpo", "gigpo")
     return {
         "algorithm": spec,
@@ -83,25 +84,28 @@ def _estimator(top: View, notes: Notes) -> tuple[str, Spec]:
         "normStdType": reward["norm_std_type"] or std or "none",
     }
     if name not in ESTIMATORS:
-        notes.cannot(
+        notes.person(
             "adv_estimator",
             name,
-            "no such estimator in ROLL's agentic pipeline: reinforce takes its place",
+            "no such estimator in ROLL's agentic pipeline: reinforce is written",
         )
         name = "reinforce"
     if grouping == "state" and name != "step_reinforce":
-        notes.cannot(
+        notes.person(
             "reward_normalization.grouping",
             reward["grouping"],
-            "only step_reinforce has states: batch takes its place",
+            "only step_reinforce compares states: batch is written",
         )
         grouping = "batch"
     if "group" in types.values() and size < 2 and (name == "gigpo" or grouping == "group"):
-        notes.cannot(
+        notes.person(
             "train_env_manager.group_size",
             size,
-            "a group of one has nothing to compare (ROLL's advantages are all 0)",
+            "a group of one has nothing to compare, and ROLL's advantages are all 0: set "
+            "group_size to at least 2, or reward_normalization.grouping to batch",
+            covers="spec.pipeline.rewardNormalization",
         )
+    _lone_members(grouping, types, size, name, notes)
     if name == "gigpo":
         return name, _gigpo(grouping, types, size, notes)
     if is_step_wise(top) and name != "step_reinforce":
@@ -109,6 +113,20 @@ def _estimator(top: View, notes: Notes) -> tuple[str, Spec]:
     if name == "grpo":
         name = _grpo(top, grouping, types, notes)
     return name, {"grouping": grouping, **types}
+
+
+def _lone_members(grouping: str, types: Spec, size: int, name: str, notes: Notes) -> None:
+    """Report sets of one row, whose advantage is 0 in ROLL if there is a deviation."""
+    states = grouping == "state" or name == "gigpo"
+    lone = states or (grouping == "group" and size < 2)
+    if lone and types["normStdType"] != "none" and types["normMeanType"] != "group":
+        field = "reward_normalization.norm_std_type"
+        notes.changed(
+            field,
+            types["normStdType"],
+            "a set of one row is scaled by the deviation of the batch; ROLL's advantage of it "
+            "is 0 (C21)",
+        )
 
 
 def _rows(top: View, name: str, notes: Notes) -> str:
@@ -141,16 +159,17 @@ def _gigpo(grouping: str, types: Spec, size: int, notes: Notes) -> Spec:
         "normalization types as episodes; each trajectory counts once (C6)",
     )
     if grouping == "tag":
-        notes.cannot(
+        notes.person(
             "reward_normalization.grouping",
             "tags",
-            "gigpo compares within a trajectory's group or the batch: group takes its place",
+            "gigpo compares within a trajectory's group or the batch: group is written",
         )
     if size < 2 and "group" not in types.values():
-        notes.cannot(
+        notes.person(
             "train_env_manager.group_size",
             size,
-            "gigpo compares the trajectories of a group: at least 2",
+            "gigpo compares the trajectories of a group: set it to at least 2",
+            covers="spec.pipeline",
         )
     return {
         key: "batch" if grouping == "batch" and over == "group" else over
@@ -184,6 +203,32 @@ def _normalizes(normalization: Spec) -> bool:
     return {normalization["normMeanType"], normalization["normStdType"]} != {"none"}
 
 
+def _token_kl(top: View, name: str, penalty: Spec | None, notes: Notes) -> None:
+    """Report estimators that compute something else from a KL in the reward."""
+    if penalty is None:
+        return
+    if name == "agentic_reinforce":
+        notes.changed(
+            "add_token_level_kl",
+            True,
+            "the KL of every token of a turn counts; ROLL keeps that of the last one (C23)",
+        )
+    elif name in ("gigpo", "step_reinforce"):
+        notes.changed(
+            "add_token_level_kl",
+            True,
+            "the summed KL of a turn is subtracted from its reward, before the baseline; ROLL "
+            "subtracts it token by token from the normalised reward (C25)",
+        )
+    if "targetKl" in penalty and is_step_wise(top):
+        notes.changed(
+            "target_kl",
+            penalty["targetKl"],
+            "the coefficient adapts by trajectories; ROLL counts turns, so that it adapts faster "
+            "with longer episodes (C27)",
+        )
+
+
 def _reward_kl(top: View) -> Spec | None:
     if not top["add_token_level_kl"] or top["init_kl_coef"] <= 0:
         return None
@@ -199,11 +244,28 @@ def _loss(top: View, notes: Notes) -> Spec:
     variant, ratio, mode = variant_of(top), top["ratio_type"], top["loss_agg_mode"]
     actor = top.section("actor_train")
     if has_variants(top) and actor["pg_variant"] is None:
-        notes.changed(
+        notes.adapted(
             "actor_train.pg_variant", None, "pgVariant: ppo; ROLL raises an error without one (C14)"
         )
+    if variant == "topr":
+        notes.changed(
+            "actor_train.pg_variant",
+            variant,
+            "the sign is that of the trajectory's score without formatPenalty; ROLL includes it "
+            "(C29)",
+        )
+    if top["adv_estimator"] == "gae" and top["ppo_epochs"] > 1:
+        notes.changed("ppo_epochs", top["ppo_epochs"], "the critic's too; one in ROLL (C33)")
+    if ratio == "segment" and any(
+        one.get("enabled") for one in top.section("train_infer_correction")["filters"] or []
+    ):
+        notes.changed(
+            "ratio_type",
+            ratio,
+            "a segment is a turn, whatever tokens a filter removes; ROLL cuts it there (C26)",
+        )
     if ratio != "token" and variant in WITHOUT_RATIO:
-        notes.changed("ratio_type", ratio, f"pg_variant {variant} has no ratio: token")
+        notes.adapted("ratio_type", ratio, f"pg_variant {variant} has no ratio: token")
         ratio = "token"
     if mode == "token-mean":
         notes.changed(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,9 +33,11 @@ from agenticrun_workers.convert.models import (
     model,
     placement,
     roles,
+    run_sizes,
 )
 
 _VARIABLE = re.compile(r"\$\{([^${}:]+)\}")
+_SHELL_VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Composition:
     variables: frozenset[str]
     """Names that interpolations (`${name}`) read. Such a key has a use even if ROLL has no such
     field."""
+    unset: frozenset[str] = frozenset()
+    """Environment variables that the file reads and that are not set. Their value is `<name>`."""
 
 
 def compose(file: Path, config_dir: Path | None = None) -> Composition:
@@ -54,6 +62,7 @@ def compose(file: Path, config_dir: Path | None = None) -> Composition:
     Raises:
         ConvertError: the file is not YAML, a default is missing, or an interpolation fails.
     """
+    file = _target(file)
     overrides = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
     try:
         with (
@@ -62,20 +71,68 @@ def compose(file: Path, config_dir: Path | None = None) -> Composition:
         ):
             warnings.simplefilter("ignore")  # Hydra's, about _self_: a file's own values win
             composed = hydra_compose(file.stem, overrides)
-            variables = _VARIABLE.findall(OmegaConf.to_yaml(composed, resolve=False))
-            config = OmegaConf.to_container(composed, resolve=True)
+            text = OmegaConf.to_yaml(composed, resolve=False)
+            variables = _VARIABLE.findall(text)
+            unset = frozenset(_SHELL_VARIABLE.findall(text)) - os.environ.keys()
+            with _set_to_their_names(unset):
+                config = OmegaConf.to_container(composed, resolve=True)
+    except MissingConfigException as error:
+        raise ConvertError(
+            f"{file}: its `defaults:` name {error.missing_cfg_file}, which is not there: "
+            "check out the repository of the file, or name a folder beside which it is found "
+            "(--config-dir ROLL/examples/config)"
+        ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
         raise ConvertError(f"{file}: {error}") from error
     if not isinstance(config, dict) or not config:
-        raise ConvertError(f"{file}: holds no settings")
+        raise ConvertError(
+            f"{file}: holds no settings. Where ROLL's repository has a symbolic link, name the "
+            "file that it points to"
+        )
     settings = {str(key): value for key, value in config.items() if key != "hydra"}
-    return Composition(settings, frozenset(variable.split(".")[0] for variable in variables))
+    names = frozenset(variable.split(".")[0] for variable in variables)
+    return Composition(settings, names, unset)
+
+
+def _target(file: Path) -> Path:
+    """Return the file that `file` stands for.
+
+    A checkout without symbolic links has files in their place that hold the path of their target.
+    """
+    try:
+        text = file.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return file
+    if "\n" in text or not text.endswith((".yaml", ".yml")) or ":" in text:
+        return file
+    target = file.parent / text
+    if not target.is_file():
+        raise ConvertError(
+            f"{file}: is a symbolic link to {text}, which is not there: name the file itself"
+        )
+    return target
+
+
+@contextmanager
+def _set_to_their_names(names: Iterable[str]) -> Iterator[None]:
+    """Set environment variables to `<name>` until the context ends.
+
+    Most are secrets, which are neither needed nor written here.
+    """
+    os.environ.update({name: f"<{name}>" for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
 
 
 Spec = dict[str, Any]
 
 MAX_STALENESS = 64
 MAX_KEPT = 1000
+MAX_BUCKET = 16 * 2**30
+"""Largest `weightSync.bucketBytes`."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +143,11 @@ class Conversion:
     """The AgenticRun, as in YAML."""
     lines: list[Line]
     """The report: one line per field of the file, and more where several fields act together."""
+
+    @property
+    def person(self) -> list[Line]:
+        """Lines that need a person."""
+        return [line for line in self.lines if line.fate is Fate.PERSON]
 
 
 def convert(composition: Composition, name: str) -> Conversion:
@@ -98,7 +160,9 @@ def convert(composition: Composition, name: str) -> Conversion:
     Raises:
         ConvertError: a value has a type that ROLL rejects, or a device_mapping is invalid.
     """
-    top, notes = View(composition.config, AGENTIC), Notes()
+    notes = Notes()
+    config = _with_todays_names(composition.config, notes)
+    top = View(config, AGENTIC)
     train, env_pods = train_groups(top, notes)
     run_name = _dns_name(top["exp_name"] or name)
     spec = {
@@ -115,26 +179,63 @@ def convert(composition: Composition, name: str) -> Conversion:
         "metadata": {"name": run_name},
         "spec": _without_none(spec),
     }
+    _judge(top, notes)
+    for variable in sorted(composition.unset):
+        if f"<{variable}>" in str(document):
+            notes.person(
+                f"${{oc.env:{variable}}}",
+                "",
+                "not set here: set it in the shell, and convert again",
+            )
     _refused(document, notes)
-    noted = {line.field for line in notes.lines}
-    lines = report_lines(composition.config, AGENTIC, composition.variables)
+    lines = report_lines(config, AGENTIC, composition.variables)
     left_out = tuple(f"{line.field}." for line in notes.lines if line.fate is Fate.DROPPED)
-    rest = [
-        line
-        for line in lines
-        if not line.field.startswith(left_out)
-        and (line.field not in noted or line.fate not in (Fate.MAPPED, Fate.DROPPED))
-    ]
-    return Conversion(document, rest + notes.lines)
+    rest = [line for line in lines if not line.field.startswith(left_out)]
+    return Conversion(document, _one_fate_each(rest + notes.lines))
+
+
+def _one_fate_each(lines: list[Line]) -> list[Line]:
+    """Keep of each field the lines of the outcome that a person should know first."""
+    order = list(Fate)
+    first = {
+        name: min((line.fate for line in lines if line.field == name), key=order.index)
+        for name in {line.field for line in lines}
+    }
+    return [line for line in lines if line.fate is first[line.field]]
 
 
 def _refused(document: Spec, notes: Notes) -> None:
-    """Report the errors of a result that is not a valid run."""
+    """Report the errors of a result that is not a valid run, unless a line explains them."""
     try:
         parse_run(document)
     except InvalidRun as error:
         for line in error.errors:
-            notes.cannot("(result)", "", f"the converted run is invalid: {line}")
+            if not line.startswith(tuple(notes.covered)):
+                notes.person("(result)", "", f"refused: {line}")
+
+
+OLDER_NAMES = {"env_groups": "num_env_groups", "n_groups": "num_groups_partition"}
+"""Fields of env managers in earlier versions of ROLL -> today's."""
+
+
+def _with_todays_names(config: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    """Return the configuration with the names that ROLL's fields have today."""
+    renamed = dict(config)
+    for role in ("train_env_manager", "val_env_manager"):
+        section = config.get(role)
+        if not isinstance(section, dict):
+            continue
+        names = {
+            key: OLDER_NAMES[key]
+            for key in section
+            if key in OLDER_NAMES and OLDER_NAMES[key] not in section
+        }
+        renamed[role] = {names.get(key, key): value for key, value in section.items()}
+        for old, new in names.items():
+            notes.adapted(
+                f"{role}.{old}", section[old], f"read as {new}: today's ROLL ignores this name"
+            )
+    return renamed
 
 
 def as_yaml(document: dict[str, Any]) -> str:
@@ -166,8 +267,15 @@ _Dumper.add_representer(list, _represent_list)
 
 def _pipeline(top: View, train: Spec, notes: Notes) -> Spec:
     corrects = correction(top, notes)
+    if "actor_train" not in top:
+        notes.changed(
+            "actor_train",
+            None,
+            "not given: ROLL's rollout pipeline only plays, and this run trains. `agenticrun eval` "
+            "only plays",
+        )
     if "sequence_length" not in top:
-        notes.changed("sequence_length", None, f"not given: {sequence_length(top)}")
+        notes.adapted("sequence_length", None, f"not given: {sequence_length(top)}")
     return {
         "seed": top["seed"],
         "maxSteps": top["max_steps"],
@@ -179,10 +287,11 @@ def _pipeline(top: View, train: Spec, notes: Notes) -> Spec:
         **algorithm(top, notes),
         "trainInferCorrection": corrects,
         "staleness": _staleness(top, corrects, notes),
-        "record": _record(top),
+        "record": _record(top, notes),
         "envs": environments(top, notes),
         "trainEnvs": train,
         **_batches(top, notes),
+        "weightSync": _weight_sync(top),
         "actorTrain": actor_train(top, notes),
         "actorInfer": actor_infer(top, corrects=corrects is not None, notes=notes),
         "critic": critic(top),
@@ -191,14 +300,25 @@ def _pipeline(top: View, train: Spec, notes: Notes) -> Spec:
 
 def _batches(top: View, notes: Notes) -> Spec:
     if top["rollout_batch_size"] < 0:
-        notes.cannot(
+        notes.person(
             "rollout_batch_size",
             top["rollout_batch_size"],
-            f"a step needs a number of trajectories: {batch_size(top)}",
+            f"a step needs a number of trajectories: {batch_size(top)} is written",
         )
-    spec: Spec = {"rolloutBatchSize": batch_size(top), "evalSteps": max(0, top["eval_steps"])}
+    if batch_size(top) < 2 and (top["whiten_advantages"] or top["whiten_rewards"]):
+        notes.person(
+            "rollout_batch_size",
+            batch_size(top),
+            "whitening needs at least two trajectories: raise it, or remove whiten_advantages and "
+            "whiten_rewards",
+            covers="spec.pipeline.rolloutBatchSize",
+        )
+    validates = max(0, top["eval_steps"])
+    if _replays(top):
+        validates = 0  # nothing is played
+    spec: Spec = {"rolloutBatchSize": batch_size(top), "evalSteps": validates}
     if "val_env_manager" not in top:
-        notes.changed(
+        notes.adapted(
             "val_env_manager",
             None,
             "not given: no validation (ROLL would play its default environment, SimpleSokoban)",
@@ -207,10 +327,10 @@ def _batches(top: View, notes: Notes) -> Spec:
     val, trajectories = groups(top, "val_env_manager", notes), top["val_batch_size"]
     if trajectories < 0:
         trajectories = val["groups"] * val["groupSize"]
-        notes.cannot(
+        notes.person(
             "val_batch_size",
             top["val_batch_size"],
-            f"validation plays a number of episodes: {trajectories}",
+            f"validation plays a number of episodes: {trajectories} is written",
         )
     return {**spec, "valBatchSize": trajectories, "valEnvs": val}
 
@@ -224,7 +344,11 @@ def _staleness(top: View, corrects: Spec | None, notes: Notes) -> Spec | None:
     if bound <= 0:
         return None
     if bound > MAX_STALENESS:
-        notes.cannot("async_generation_ratio", ahead, f"at most {MAX_STALENESS} steps ahead")
+        notes.person(
+            "async_generation_ratio",
+            ahead,
+            f"at most {MAX_STALENESS} steps ahead, which is written",
+        )
         bound = MAX_STALENESS
     if frequency - 1 > ahead:
         notes.changed(
@@ -232,49 +356,114 @@ def _staleness(top: View, corrects: Spec | None, notes: Notes) -> Spec | None:
             frequency,
             f"trains on older policies: staleness.max {bound}",
         )
-    notes.changed(
-        "async_generation_ratio",
-        ahead,
-        "partialRollout: false, as in ROLL, which samples an interrupted response again; "
-        "true continues the response",
+    notes.adapted(
+        "staleness.partialRollout",
+        False,
+        "as in ROLL, which samples an interrupted response again; true continues the response",
     )
     if corrects and "isWeight" in corrects:
         return {"max": bound, "partialRollout": False}
     notes.changed(
         "async_generation_ratio",
         ahead,
-        f"staleness {{max: {bound}, offPolicy: Ignore}}, as in ROLL; better: "
-        "train_infer_correction.is_weight, pgVariant: decoupled or oldLogProbs: Rollout",
+        f"staleness {{max: {bound}, offPolicy: Ignore}}: no correction, as in ROLL (C37). Groups "
+        "that grow too old run again; ROLL discards them, finished ones too (C36)",
     )
     return {"max": bound, "partialRollout": False, "offPolicy": "Ignore"}
 
 
-def _record(top: View) -> Spec | None:
+def _replays(top: View) -> bool:
+    mock = top.section("rollout_mock")
+    return bool(mock["enable"]) and mock["mode"] == "mock"
+
+
+def _record(top: View, notes: Notes) -> Spec | None:
     mock = top.section("rollout_mock")
     if not mock["enable"]:
         return None
-    return {"replay" if mock["mode"] == "mock" else "to": mock["dump_dir"] or "rollouts"}
+    given = mock["dump_dir"] or "rollouts"
+    folder = given
+    if not given.startswith("/") and "://" not in given:
+        folder = f"{_checkpoint_uri(top) or CLAIM}/{Path(given).name}"
+        notes.adapted("rollout_mock.dump_dir", given, f"{folder}, which outlives the pods")
+    if _replays(top):
+        notes.person(
+            "rollout_mock.dump_dir",
+            given,
+            "recordings of ROLL cannot be read: record with spec.pipeline.record.to first, and "
+            "write that folder into record.replay",
+        )
+        return {"replay": folder}
+    return {"to": folder}
+
+
+def _weight_sync(top: View) -> Spec | None:
+    if "model_update_buffer_size_mb" not in top:
+        return None
+    return {"bucketBytes": min(top["model_update_buffer_size_mb"] * 2**20, MAX_BUCKET)}
+
+
+def _judge(top: View, notes: Notes) -> None:
+    """Report a judge model, which ROLL starts if it has devices."""
+    given = top["reward"]
+    if given is None:
+        return
+    if isinstance(given, dict) and given.get("device_mapping"):
+        notes.person(
+            "reward",
+            (given.get("model_args") or {}).get("model_name_or_path", ""),
+            "a judge model on GPUs of its own: serve it behind an OpenAI-compatible endpoint, and "
+            "describe that in spec.pipeline.rewards, type llm_judge (docs/rewards.md)",
+        )
+    else:
+        notes.dropped("reward", given, "without devices ROLL starts no judge")
+
+
+CLAIM = "/checkpoints"
+
+
+def _checkpoint_uri(top: View) -> str | None:
+    """Return the file's folder for checkpoints if pods can access it, else None."""
+    given: str | None = top.section("checkpoint_config")["output_dir"]
+    return given if given is not None and (given.startswith("/") or "://" in given) else None
 
 
 def _checkpoint(top: View, notes: Notes) -> Spec:
     resume = top["resume_from_checkpoint"]
     if isinstance(resume, str):
-        notes.cannot(
+        notes.person(
             "resume_from_checkpoint",
             resume,
-            "ROLL's checkpoints cannot be read: convert it to a Hugging Face folder "
-            "and set pretrain to that",
+            "ROLL's checkpoints cannot be read: convert it to a Hugging Face folder, and write "
+            "that into spec.model.path",
         )
     keep = top["max_ckpt_to_keep"] or MAX_KEPT
-    given = top.section("checkpoint_config")["output_dir"]
-    if given is not None and (given.startswith("/") or "://" in given):
-        return {"uri": given, "keep": keep}
-    notes.changed(
+    given, uri = top.section("checkpoint_config")["output_dir"], _checkpoint_uri(top)
+    if uri is not None:
+        if uri.startswith("/"):
+            notes.changed(
+                "checkpoint_config.output_dir",
+                uri,
+                "a folder of the pods: mount it in roles.driver and roles.trainer (volumes, "
+                "volumeMounts), or checkpoints end with the pods; or name object storage",
+            )
+        return {"uri": uri, "keep": keep}
+    size = f"{_claim_gib(top, keep)}Gi"
+    notes.adapted(
         "checkpoint_config.output_dir",
         given,
-        "pods cannot access the launcher's folder: /checkpoints on a volume claim of 100Gi",
+        f"pods cannot access the launcher's folder: {CLAIM} on a volume claim of {size}",
     )
-    return {"uri": "/checkpoints", "volumeClaim": {"size": "100Gi"}, "keep": keep}
+    return {"uri": CLAIM, "volumeClaim": {"size": size}, "keep": keep}
+
+
+LEAST_CLAIM_GIB = 100
+
+
+def _claim_gib(top: View, keep: int) -> int:
+    size = run_sizes(top, together=False)
+    saved = 1 + (ceil(top["max_steps"] / top["save_steps"]) if top["save_steps"] > 0 else 0)
+    return max(LEAST_CLAIM_GIB, size.claim_gib(min(keep, saved)) if size else 0)
 
 
 def _tracking(top: View, name: str) -> Spec:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 
 class Fate(StrEnum):
     """Outcome of a field, in the order of the report."""
 
-    UNKNOWN = "unknown"
-    """Not a field of ROLL, which silently ignores typos."""
-    CANNOT = "cannot do yet"
+    PERSON = "needs a person"
+    """Nothing here does the same: a person must decide what to write."""
     CHANGED = "means something else here"
+    """It has a counterpart, which computes something else."""
+    UNKNOWN = "unknown to ROLL"
+    """Not a field of ROLL, which silently ignores typos."""
+    ADAPTED = "done in another way here"
+    """Same effect on the training, by other means."""
     DROPPED = "dropped: without effect in ROLL, or not needed here"
-
     MAPPED = "mapped"
+
+
+OF_PEOPLE = (Fate.PERSON, Fate.CHANGED)
+"""Outcomes that a person should read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +39,7 @@ class Line:
     value: Any
     """Value in the file, or ROLL's default."""
     note: str
-    """Our field, or the reason why there is none."""
-
-
-def show(lines: Sequence[Line], console: Console) -> None:
-    """Print one table per fate."""
-    for fate in Fate:
-        chosen = [line for line in lines if line.fate is fate]
-        if not chosen:
-            continue
-        table = Table(title=f"{fate} ({len(chosen)})", title_justify="left", expand=True)
-        table.add_column("ROLL field", overflow="fold", ratio=3)
-        table.add_column("value", overflow="fold", ratio=2)
-        table.add_column(
-            "AgenticRun field" if fate is Fate.MAPPED else "what happens", overflow="fold", ratio=5
-        )
-        for line in chosen:
-            table.add_row(Text(line.field), Text(_short(line.value)), Text(line.note))
-        console.print(table)
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    """Our field, or the reason why there is none. For `Fate.PERSON`: also what to write."""
 
 
 @dataclass
@@ -66,6 +47,8 @@ class Notes:
     """Collector of the report lines that depend on several fields at once."""
 
     lines: list[Line] = field(default_factory=list)
+    covered: set[str] = field(default_factory=set)
+    """Paths of our fields whose errors a line already explains."""
 
     def mapped(self, name: str, value: Any, note: str) -> None:
         self.lines.append(Line(Fate.MAPPED, name, value, note))
@@ -76,8 +59,18 @@ class Notes:
     def dropped(self, name: str, value: Any, note: str) -> None:
         self.lines.append(Line(Fate.DROPPED, name, value, note))
 
-    def cannot(self, name: str, value: Any, note: str) -> None:
-        self.lines.append(Line(Fate.CANNOT, name, value, note))
+    def adapted(self, name: str, value: Any, note: str) -> None:
+        self.lines.append(Line(Fate.ADAPTED, name, value, note))
+
+    def person(self, name: str, value: Any, note: str, *, covers: str = "") -> None:
+        """Add a line that needs a person.
+
+        Args:
+            covers: path of our field; an error there is not reported again.
+        """
+        self.lines.append(Line(Fate.PERSON, name, value, note))
+        if covers:
+            self.covered.add(covers)
 
 
 class ConvertError(Exception):
@@ -101,9 +94,9 @@ class Field:
     default: Any = None
     """ROLL's default."""
     off: tuple[Any, ...] = ()
-    """For CANNOT: values that have no effect, besides the default."""
+    """For PERSON: values that have no effect, besides the default."""
     choices: Mapping[Any, str] = field(default_factory=dict)
-    """For CANNOT: supported values -> our fields."""
+    """Supported values -> our fields. Other values have the fate of the field."""
     unread: Unread | None = None
     kind: type | None = None
     """Type of the value; None: the type of the default."""
@@ -134,7 +127,7 @@ class Field:
         if isinstance(value, str) and value in self.choices:
             return Line(Fate.MAPPED, path, value, self.choices[value])
         if (
-            self.fate is Fate.CANNOT
+            self.fate is Fate.PERSON
             and not self.choices
             and (value == self.default or value in self.off)
         ):
@@ -165,20 +158,30 @@ def mapped(
 
 
 def changed(note: str, default: Any = None, unread: Unread | None = None) -> Field:
-    """Declare a field with a similar counterpart that has another meaning."""
+    """Declare a field with a counterpart that computes something else."""
     return Field(Fate.CHANGED, note, default, unread=unread)
+
+
+def adapted(note: str, default: Any = None, unread: Unread | None = None) -> Field:
+    """Declare a field that has the same effect by other means."""
+    return Field(Fate.ADAPTED, note, default, unread=unread)
 
 
 def cannot(note: str, default: Any = None, *off: Any, unread: Unread | None = None) -> Field:
     """Declare an unsupported field. Its default and the values `off` have no effect."""
-    return Field(Fate.CANNOT, note, default, off, unread=unread)
+    return Field(Fate.PERSON, note, default, off, unread=unread)
 
 
 def one_of(
-    choices: Mapping[Any, str], otherwise: str, default: Any = None, unread: Unread | None = None
+    choices: Mapping[Any, str],
+    otherwise: str,
+    default: Any = None,
+    unread: Unread | None = None,
+    *,
+    otherwise_is: Fate = Fate.PERSON,
 ) -> Field:
     """Declare a field of which only some values (`choices`: value -> our field) are supported."""
-    return Field(Fate.CANNOT, otherwise, default, choices=choices, unread=unread)
+    return Field(otherwise_is, otherwise, default, choices=choices, unread=unread)
 
 
 def dropped(note: str, default: Any = None) -> Field:
@@ -275,7 +278,12 @@ def _walk(path: str, values: Any, section: Section, top: View) -> list[Line]:
         entry = section.fields.get(key, section.rest)
         if entry is None:
             lines.append(
-                Line(Fate.UNKNOWN, name, redacted(key, value), _guess(str(key), section.fields))
+                Line(
+                    Fate.UNKNOWN,
+                    name,
+                    redacted(key, value),
+                    _guess(str(key), section.fields, values),
+                )
             )
         elif isinstance(entry, Field):
             lines.append(entry.line(name, redacted(key, value), top))
@@ -320,8 +328,9 @@ def _items(values: Any) -> list[tuple[str, Any]]:
     )
 
 
-def _guess(key: str, fields: Fields) -> str:
-    close = difflib.get_close_matches(key, fields, 1)
+def _guess(key: str, fields: Fields, given: Any) -> str:
+    """Return the note of an unknown key. A field that the file also sets was not meant."""
+    close = difflib.get_close_matches(key, [name for name in fields if name not in given], 1, 0.75)
     return (
         f"ROLL has no such field and ignores it: did you mean {close[0]}?"
         if close

@@ -10,6 +10,7 @@ from agenticrun_workers.convert.fields import (
     Field,
     Fields,
     Section,
+    adapted,
     cannot,
     changed,
     dead,
@@ -18,6 +19,7 @@ from agenticrun_workers.convert.fields import (
     one_of,
 )
 from agenticrun_workers.convert.role_fields import (
+    NO_DISTILLATION,
     only,
     role,
     with_clip_range,
@@ -25,6 +27,7 @@ from agenticrun_workers.convert.role_fields import (
     without_clip_range,
     without_distillation,
     without_kl_loss,
+    without_normalization,
     without_target_kl,
     without_token_kl,
 )
@@ -34,7 +37,9 @@ ENV_MANAGER: Fields = {
     "llm_proxy": Section(
         {
             "proxy_type": one_of(
-                {"policy": "the policy plays, as always"}, "only the policy plays", "policy"
+                {"policy": "the policy plays, as always"},
+                "another model plays: here only the policy does; remove llm_proxy",
+                "policy",
             ),
             "proxy_config": cannot("only the policy plays", None, {}),
         }
@@ -50,7 +55,8 @@ ENV_MANAGER: Fields = {
     ),
     "worker_cls": one_of(
         {"roll.pipeline.agentic.environment_worker.EnvironmentWorker": "env workers"},
-        "only ROLL's own EnvironmentWorker has a counterpart",
+        "a worker class of your own: move what it does into an environment or an agent "
+        "(docs/agents.md)",
     ),
     "max_env_num_per_worker": mapped("trainEnvs.maxEnvsPerWorker and spec.roles.env.replicas", 0),
     "group_filter_cls": one_of(
@@ -59,16 +65,17 @@ ENV_MANAGER: Fields = {
                 "keeps all groups: no trainEnvs.groupFilter"
             )
         },
-        "write the filter as module:function of a list of rewards, in trainEnvs.groupFilter.type",
+        "a filter of your own: write it as module:function of a list of rewards, in "
+        "spec.pipeline.trainEnvs.groupFilter.type",
     ),
 }
 
 VAL_ENV_MANAGER: Fields = {
     **ENV_MANAGER,
-    "group_size_redundancy": changed("validation waits for every trajectory", 0),
-    "max_env_num_per_worker": changed("validation plays on the training's env pods", 0),
+    "group_size_redundancy": adapted("validation waits for every trajectory", 0),
+    "max_env_num_per_worker": adapted("validation plays on the training's env pods", 0),
     "group_filter_cls": dropped("validation keeps every group"),
-    "system_envs": changed("validation plays on the training's env pods"),
+    "system_envs": adapted("validation plays on the training's env pods"),
 }
 
 CUSTOM_ENV: Fields = {
@@ -81,12 +88,14 @@ CUSTOM_ENV: Fields = {
         "spec.pipeline.envs[].agent.type "
         "(trajectory managers -> multi_turn, step managers -> step_wise)"
     ),
-    "agent_runner_cls": cannot("no agent runners of the proxy manager"),
+    "agent_runner_cls": adapted("the agent drives the environment without a runner"),
     "use_thread_lock": dropped(
         "environments have their own random generators: there is nothing to lock (C10)", False
     ),
-    "max_env_step_concurrent": cannot(
-        "no limit for the steps of one tag: let the environment enforce it", 0
+    "max_env_step_concurrent": adapted(
+        "no limit for the steps of one tag: a service that needs one must be asked through one "
+        "(asyncio.Semaphore in the environment)",
+        0,
     ),
     "agent_system_template": mapped("spec.pipeline.envs[].agent.config.systemTemplate", kind=str),
     "agent_template": mapped(
@@ -95,9 +104,13 @@ CUSTOM_ENV: Fields = {
     "history_length": mapped("spec.pipeline.envs[].agent.config.historyLength (step managers)", 5),
     "tool_wrapper": Section(
         {},
-        rest=cannot(
-            "no tool wrapper yet: the environment's step may call tools itself", None, {}, []
-        ),
+        rest=adapted("the environment calls the tools: see the environment's own line"),
+    ),
+    "pre_step_template": mapped(
+        "spec.pipeline.envs[].agent.config.agentTemplate, before the observation", kind=str
+    ),
+    "next_step_template": mapped(
+        "spec.pipeline.envs[].agent.config.agentTemplate, after the observation", kind=str
     ),
     "env_config": Section({}, reported_elsewhere=True),
 }
@@ -115,8 +128,9 @@ REWARD_NORMALIZATION: Fields = {
             "tags": "spec.pipeline.rewardNormalization.grouping: tag",
             "state_group_id": "spec.pipeline.rewardNormalization.grouping: state",
         },
-        "no trajectory of ROLL has such a key: batch takes its place",
+        "no trajectory of ROLL has such a key: batch is written",
         "batch",
+        without_normalization,
     ),
     "method": mapped(
         "normMeanType and normStdType, if they are not set "
@@ -136,7 +150,8 @@ IS_WEIGHT: Fields = {
     "weight_type": mapped("trainInferCorrection.isWeight.level", "token"),
     "upper_bound": mapped("trainInferCorrection.isWeight.upperBound (null -> 1e6)", 1.2),
     "detach": cannot(
-        "the weight is a constant of the loss: a gradient through it would be another algorithm",
+        "the weight is a constant of the loss here: remove detach: false, or write a loss of "
+        "your own (docs/how-to-add.md)",
         True,
     ),
 }
@@ -154,7 +169,7 @@ FILTERS: Fields = {
 _OWN: dict[str, Field | Section] = {
     "pipeline_cls": one_of(
         {"roll.pipeline.agentic.agentic_pipeline.AgenticPipeline": "what AgenticRun is"},
-        "only the agentic pipeline has a counterpart",
+        "another pipeline of ROLL: only the agentic one has a counterpart",
     ),
     "custom_envs": Section(CUSTOM_ENV, "by name"),
     "train_env_manager": Section(ENV_MANAGER),
@@ -162,15 +177,12 @@ _OWN: dict[str, Field | Section] = {
     "render_save_dir": dead("never had an effect in ROLL (C18): set spec.tracking.renderDir"),
     "reward": Section(
         {},
-        rest=cannot(
-            "ROLL's environments call their judge themselves: "
-            "describe it in spec.pipeline.rewards (llm_judge)"
-        ),
+        reported_elsewhere=True,
     ),
     "reward_normalization": Section(REWARD_NORMALIZATION),
     "env_monitor": Section(
         {},
-        rest=changed(
+        rest=adapted(
             "ROLL logs hung environments; here a step may take envs[].stepTimeoutSeconds (60)"
         ),
     ),
@@ -186,10 +198,12 @@ _OWN: dict[str, Field | Section] = {
     "step_reward_gamma": mapped(f"{_A}.stepRewardGamma", 0.95, only("gigpo", "step_reinforce")),
     "ratio_type": mapped(f"{_A}.ratioType", "token"),
     "exp_mode": dead(default="train"),
-    "partial_gpu_mode": changed(
+    "partial_gpu_mode": adapted(
         "trainers and engines share all GPUs (spec.placement: Colocated) or none", True
     ),
-    "parse_tool_call_parameter_to_dict": cannot("no tool-calling managers yet", False),
+    "parse_tool_call_parameter_to_dict": adapted(
+        "the agent or environment parses the calls of its tools", False
+    ),
     "skip_mock_system_prompt": dropped(
         "the conversation's tokens are the chat template's own rendering (C5)", False
     ),
@@ -215,7 +229,7 @@ _ALGORITHM: dict[str, Field | Section] = {
             "mse": f"{_A}.rewardKl.kind: k2",
             "k3": f"{_A}.rewardKl.kind: k3",
         },
-        "needs whole distributions, and crashed in ROLL (C11): k1 takes its place",
+        "needs whole distributions, and crashed in ROLL (C11): k1 is written",
         "kl",
         without_token_kl,
     ),
@@ -226,7 +240,9 @@ _ALGORITHM: dict[str, Field | Section] = {
     "use_kl_loss": mapped(f"presence of {_A}.lossKl (kind k3)", False),
     "kl_loss_coef": mapped(f"{_A}.lossKl.coef", 0.0, without_kl_loss),
     "entropy_loss_coef": mapped(f"{_A}.entropyLossCoef", 0.0),
-    "reward_clip": changed(f"{_A}.rewardClip: before normalisation, where ROLL clips after it"),
+    "reward_clip": changed(
+        f"{_A}.rewardClip: before normalisation, where ROLL clips after it (C30)"
+    ),
     "advantage_clip": mapped(f"{_A}.advantageClip"),
     "whiten_rewards": mapped(f"{_A}.whitenRewards", False, only(*_TOKEN_RETURNS)),
     "whiten_advantages": mapped(f"{_A}.whitenAdvantages", False),
@@ -236,12 +252,12 @@ _ALGORITHM: dict[str, Field | Section] = {
     ),
     "critic_warmup": mapped("spec.pipeline.criticWarmup", 0, only("gae")),
     "enable_reference": dropped("the reference exists exactly when a KL penalty needs it", False),
-    "enable_old_logprobs_recompute": changed(
+    "enable_old_logprobs_recompute": adapted(
         "old log-probs are recomputed exactly when something reads them "
         "(spec.pipeline.oldLogProbs: Recompute)",
         False,
     ),
-    "force_disable_old_logprobs_recompute": changed(
+    "force_disable_old_logprobs_recompute": adapted(
         "old log-probs are recomputed exactly when something reads them "
         "(spec.pipeline.oldLogProbs: Recompute)",
         False,
@@ -249,11 +265,11 @@ _ALGORITHM: dict[str, Field | Section] = {
     "train_infer_correction": Section(
         {"is_weight": Section(IS_WEIGHT), "filters": Section(FILTERS, "in a list")}
     ),
-    "is_pure_opd": cannot("no on-policy distillation yet", False),
-    "use_opd": cannot("no on-policy distillation yet", False),
-    "pure_opd_pipeline_type": cannot("no on-policy distillation yet", unread=without_distillation),
+    "is_pure_opd": cannot(NO_DISTILLATION, False),
+    "use_opd": cannot(NO_DISTILLATION, False),
+    "pure_opd_pipeline_type": cannot(NO_DISTILLATION, unread=without_distillation),
     **{
-        key: Section({}, rest=cannot("no on-policy distillation yet", unread=without_distillation))
+        key: Section({}, rest=cannot(NO_DISTILLATION, unread=without_distillation))
         for key in ("teacher", "student_train", "student_infer")
     },
     **{
@@ -281,7 +297,7 @@ _SCHEDULE: dict[str, Field | Section] = {
     "seed": mapped("spec.pipeline.seed", 42),
     "max_steps": mapped("spec.pipeline.maxSteps", 500),
     "save_steps": mapped("spec.pipeline.saveSteps", 50),
-    "logging_steps": changed(
+    "logging_steps": adapted(
         "spec.pipeline.loggingSteps: sample episodes; metrics are logged at every step", 1
     ),
     "eval_steps": mapped("spec.pipeline.evalSteps", 10),
@@ -289,7 +305,7 @@ _SCHEDULE: dict[str, Field | Section] = {
     "rollout_batch_size": mapped("spec.pipeline.rolloutBatchSize", 128),
     "val_batch_size": mapped("spec.pipeline.valBatchSize", 128),
     "sequence_length": mapped("spec.pipeline.sequenceLength", kind=int),
-    "resume_from_checkpoint": changed(
+    "resume_from_checkpoint": adapted(
         "spec.checkpoint.resume: Auto resumes from the newest complete checkpoint "
         "of the same run (C7)",
         False,
@@ -298,7 +314,7 @@ _SCHEDULE: dict[str, Field | Section] = {
         {
             "type": one_of(
                 {"file_system": "spec.checkpoint.uri, a folder"},
-                "checkpoints go to a folder or to S3 (spec.checkpoint.uri)",
+                "checkpoints go to a folder or to object storage: set spec.checkpoint.uri",
             ),
             "output_dir": mapped(
                 "spec.checkpoint.uri (a relative one -> /checkpoints on a volume claim)"
@@ -312,7 +328,7 @@ _SCHEDULE: dict[str, Field | Section] = {
             "wandb": "spec.tracking.wandb",
             "stdout": "spec.tracking.console",
         },
-        "no such tracker: metrics.jsonl and the console remain",
+        "no such tracker here: tensorboard, wandb, or read metrics.jsonl",
         "tensorboard",
     ),
     "tracker_kwargs": Section(
@@ -322,7 +338,7 @@ _SCHEDULE: dict[str, Field | Section] = {
             "group": mapped("spec.tracking.wandb.group"),
             "tags": mapped("spec.tracking.wandb.tags"),
             "mode": mapped("spec.tracking.wandb.mode"),
-            "api_key": changed(
+            "api_key": adapted(
                 "never in a YAML: WANDB_API_KEY of a Secret in spec.roles.driver.envFrom"
             ),
             "log_dir": dropped("curves are in the run's output folder"),
@@ -334,13 +350,13 @@ _SCHEDULE: dict[str, Field | Section] = {
         {
             "enable": mapped("presence of spec.pipeline.record", False),
             "mode": mapped(
-                "spec.pipeline.record.to (dump) or .replay (mock): in a format of its own", "dump"
+                "spec.pipeline.record.to (dump) or .replay (mock), in a format of its own", "dump"
             ),
             "dump_dir": mapped("spec.pipeline.record.to or .replay"),
         }
     ),
     "system_envs": mapped("spec.roles.*.env (without what names a secret: use envFrom)"),
-    "num_gpus_per_node": changed(
+    "num_gpus_per_node": adapted(
         "GPUs of one pod (ROLL overwrote it with the driver's own count)", 8
     ),
     "num_nodes": dropped("pods are scheduled by Kubernetes: spec.roles.*.replicas", 1),
@@ -360,8 +376,8 @@ _NOT_NEEDED: dict[str, Field | Section] = {
     "response_length": dropped("ROLL's agentic pipeline reads sequence_length only"),
     "val_prompt_length": dead(_OTHER),
     "val_sequence_length": dead(_OTHER),
-    "profiler_timeline": cannot("no profiler yet", False),
-    "profiler_memory": cannot("no profiler yet", False),
+    "profiler_timeline": dropped("no profiler yet", False),
+    "profiler_memory": dropped("no profiler yet", False),
     "profiler_output_dir": dropped("no profiler yet"),
     **{
         key: dead(_OTHER)
@@ -372,8 +388,8 @@ _NOT_NEEDED: dict[str, Field | Section] = {
         for key in ("is_offload_states", "is_offload_optimizer_states_in_train_step")
     },
     "otlp_output_dir": dropped("no OpenTelemetry: Prometheus reads the metrics"),
-    "model_update_buffer_size_mb": dropped("weights travel through Ray's object store", 1024),
-    "model_download_type": changed("names are looked up on the Hugging Face hub"),
+    "model_update_buffer_size_mb": mapped("spec.pipeline.weightSync.bucketBytes", kind=int),
+    "model_download_type": adapted("names are looked up on the Hugging Face hub"),
     "transfer_backend": Section({}, rest=dropped("trajectories never pass through the driver")),
     "router_args": Section(
         {},

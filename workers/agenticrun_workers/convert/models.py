@@ -7,12 +7,14 @@ fate of an option depends on its backend.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from agenticrun_workers.convert.algorithm import sequence_length
 from agenticrun_workers.convert.environments import is_step_wise
 from agenticrun_workers.convert.fields import ConvertError, Notes, View, is_secret
+from agenticrun_workers.convert.resources import Sizes, parameters, sizes
 from agenticrun_workers.convert.role_fields import (
     NOT_OFFERED,
     PARALLEL_SIZES,
@@ -27,13 +29,66 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 MAX_TOKENS_PER_MICRO_BATCH = 16_777_216
 
 
+ATTENTION = {"fa2": "flash_attention_2", "eager": "eager"}
+"""ROLL's attn_implementation -> ours; every other value is our default, sdpa."""
+_EXPERTS = re.compile(r"-A\d+(\.\d+)?B\b|MoE\b|Mixtral|DeepSeek-V[23]|gpt-oss", re.IGNORECASE)
+_SEVERAL = re.compile(r"-(VL|Omni)\b|Vision|LLaVA|Qwen3\.5", re.IGNORECASE)
+
+
 def model(top: View, notes: Notes) -> Spec:
     """Return `spec.model`."""
-    arguments = top.section("actor_train").section("model_args")
-    path = top["pretrain"] or arguments["model_name_or_path"]
+    path, field = model_path(top), "pretrain"
     if path is None:
-        notes.cannot("pretrain", None, "names no model: set spec.model.path")
-    return {"path": path, "dtype": DTYPES.get(arguments["dtype"], "bfloat16")}
+        notes.person(
+            field, None, "names no model: write it into spec.model.path", covers="spec.model"
+        )
+    elif _EXPERTS.search(path):
+        notes.person(
+            field,
+            path,
+            "a mixture of experts, which is not offered yet: write a dense model into "
+            "spec.model.path, such as Qwen/Qwen3-8B",
+        )
+    elif _SEVERAL.search(path):
+        notes.person(
+            field,
+            path,
+            "a model of several modalities, which is not offered yet: write a text model into "
+            "spec.model.path, such as Qwen/Qwen3-4B",
+        )
+    dtype = _dtype(top)
+    return {"path": path, "dtype": dtype, "attnImplementation": _attention(top, dtype, notes)}
+
+
+def model_path(top: View) -> str | None:
+    """Return the name or folder of the policy."""
+    path: str | None = (
+        top["pretrain"] or top.section("actor_train").section("model_args")["model_name_or_path"]
+    )
+    return path
+
+
+def _dtype(top: View) -> str:
+    return DTYPES.get(top.section("actor_train").section("model_args")["dtype"], "bfloat16")
+
+
+def _attention(top: View, dtype: str, notes: Notes) -> str | None:
+    given = top.section("actor_train").section("model_args")["attn_implementation"]
+    ours = ATTENTION.get(given)
+    field = "actor_train.model_args.attn_implementation"
+    if ours is None or trainer(top) == "megatron":
+        return None
+    if ours == "flash_attention_2" and dtype != "bfloat16":
+        notes.adapted(field, given, "flash attention computes in bfloat16: sdpa is written")
+        return None
+    if ours == "flash_attention_2":
+        notes.person(
+            field,
+            given,
+            "flash_attention_2 needs flash-attn, which our images do not have: set spec.image to "
+            "one that has it, or remove spec.model.attnImplementation (sdpa computes the same)",
+        )
+    return ours
 
 
 def actor_train(top: View, notes: Notes) -> Spec:
@@ -122,6 +177,8 @@ def _data_parallel(top: View) -> int:
     worker = top.section("actor_train")
     ranks = int(len(devices(top, "actor_train")) or worker["world_size"] or 1)
     backend = worker.section("strategy_args").section("strategy_config")
+    if trainer(top) != "megatron":
+        return max(1, ranks // int(worker.section("model_args")["ulysses_size"]))
     model_parallel = int(worker.section("model_args")["ulysses_size"])
     for key in PARALLEL_SIZES:
         model_parallel *= int(backend[key])
@@ -138,14 +195,16 @@ def actor_infer(top: View, *, corrects: bool, notes: Notes) -> Spec:
         "topP": top_p,
         "topK": top_k,
     }
-    notes.changed(
+    notes.adapted(
         f"{path} (validation)",
         temperature,
         "validationGenerating is the sampling of training, as in ROLL; 0 is greedy (C20)",
     )
     if temperature == 0:
-        notes.cannot(
-            f"{path}.temperature", 0, "greedy training has nothing to learn from: temperature 1"
+        notes.person(
+            f"{path}.temperature",
+            0,
+            "greedy training has nothing to learn from: 1 is written",
         )
         temperature = 1.0
     sampling: Spec = {"temperature": temperature}
@@ -236,7 +295,7 @@ def train_strategy(top: View, notes: Notes) -> Spec:
     config: Spec = {}
     for key, value in role.section("strategy_args").section("strategy_config").given.items():
         if key in NOT_OFFERED and value is not False and not _asks_for_nothing(value):
-            notes.cannot(f"{path}.{key}", value, NOT_OFFERED[key])
+            notes.person(f"{path}.{key}", value, NOT_OFFERED[key])
         elif key not in KEPT[name]:
             notes.dropped(
                 f"{path}.{key}",
@@ -300,10 +359,10 @@ def infer_strategy(top: View, notes: Notes) -> Spec:
             notes.mapped(f"{path}.{key}", value, f"spec.pipeline.actorInfer.strategy.config.{key}")
     gpus, path_of_gpus = role["num_gpus_per_worker"], "actor_infer.num_gpus_per_worker"
     if gpus > 1 and name == "transformers":
-        notes.cannot(
+        notes.person(
             path_of_gpus,
             gpus,
-            "the transformers engine has one GPU: sglang and vllm spread a model over several",
+            "the transformers engine has one GPU: set actorInfer.strategy.name to sglang or vllm",
         )
     elif gpus > 1 and "tensor_parallel_size" not in config:
         config["tensor_parallel_size"] = gpus // config.get("pipeline_parallel_size", 1)
@@ -318,18 +377,18 @@ def lora(top: View, notes: Notes) -> Spec | None:
         return None
     path = "actor_train.model_args"
     if arguments["lora_dropout"]:
-        notes.cannot(
+        notes.person(
             f"{path}.lora_dropout",
             arguments["lora_dropout"],
-            "no adapter dropout: log-probs would not be those of the policy",
+            "dropout of adapters: log-probs would not be those of the policy. Set it to 0",
         )
-    if trainer(top) == "megatron":
-        notes.cannot(
+    sharded = top.section("actor_train").section("strategy_args")["strategy_name"]
+    if sharded == "megatron_train":
+        notes.adapted(
             f"{path}.lora_target",
             target,
-            "megatron trains all parameters: choose fsdp2 or deepspeed for adapters",
+            "actorTrain.lora; fsdp2 trains adapters, because megatron does not here",
         )
-        return None
     names = (
         target if isinstance(target, list) else [name.strip() for name in str(target).split(",")]
     )
@@ -367,12 +426,6 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
             "(async_generation_ratio). A Colocated run shares all GPUs and is synchronous: "
             f"here {len(trainer)} + {len(inference)} GPUs",
         )
-    notes.changed(
-        "(resources)",
-        "",
-        "ROLL takes whole nodes: set cpus and memory of spec.roles.* "
-        "(the defaults are for tiny models)",
-    )
     per_pod = min(int(top["num_gpus_per_node"]), MAX_GPUS_PER_POD)
     pods: dict[str, Spec] = {
         "driver": {},
@@ -390,6 +443,7 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
     if together:
         del pods["inference"]
     everywhere = _variables(top["system_envs"], "system_envs", notes)
+    _size(pods, top, together=together, notes=notes)
     for role, pod in pods.items():
         section = _ROLE_OF.get(role)
         own = (
@@ -401,14 +455,53 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
             {"name": name, "value": value} for name, value in {**everywhere, **own}.items()
         ]
         if len(variables) > MAX_VARIABLES:
-            notes.cannot(
+            notes.person(
                 "system_envs",
                 len(variables),
-                f"at most {MAX_VARIABLES} variables: the others are left out",
+                f"at most {MAX_VARIABLES} variables of a role: the others are left out. Put them "
+                "into a ConfigMap, and name it in spec.roles.*.envFrom",
             )
         if variables:
             pod["env"] = variables[:MAX_VARIABLES]
     return {role: pod for role, pod in pods.items() if pod}
+
+
+def _size(pods: dict[str, Spec], top: View, *, together: bool, notes: Notes) -> None:
+    """Write CPU, memory and shared memory into the pods that hold the model."""
+    size = run_sizes(top, together=together)
+    if size is None and model_path(top) is None:
+        return  # another line says so
+    if size is None:
+        notes.person(
+            "(resources)",
+            model_path(top),
+            "neither name nor folder tells the size of the model: write memory and shmSize of "
+            "spec.roles.trainer and inference as docs/gpus.md computes them (shmSize: 4 bytes for "
+            "each parameter in bfloat16)",
+        )
+        return
+    for role, pod in pods.items():
+        gpus, replicas = pod.get("gpus", 0), pod.get("replicas", 1)
+        if role in ("trainer", "reference", "critic"):
+            pod.update(size.trainer(gpus, replicas))
+        elif role == "inference":
+            pod.update(size.inference(gpus))
+    notes.adapted(
+        "(resources)",
+        f"{size.count / 1e9:g} billion parameters",
+        "cpus, memory and shmSize of spec.roles.* are sized for it (docs/gpus.md); ROLL takes "
+        "whole nodes",
+    )
+
+
+def run_sizes(top: View, *, together: bool) -> Sizes | None:
+    """Return the sizes of the run's pods, or None if the size of the model is unknown."""
+    count = parameters(model_path(top))
+    if count is None:
+        return None
+    strategy = train_strategy(top, Notes())
+    placed = "Colocated" if together else None
+    return sizes({"strategy": strategy, "placement": placed}, count, _dtype(top))
 
 
 def placement(top: View) -> str | None:
@@ -483,7 +576,7 @@ def _variables(given: Mapping[str, Any] | None, path: str, notes: Notes) -> dict
     variables = {}
     for name, value in (given or {}).items():
         if is_secret(name):
-            notes.changed(
+            notes.adapted(
                 f"{path}.{name}",
                 "***",
                 "a secret: use spec.roles.*.envFrom, never a YAML",

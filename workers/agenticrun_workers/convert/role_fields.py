@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 from agenticrun_workers.convert.fields import (
+    Fate,
     Field,
     Fields,
     Section,
     Unread,
     View,
+    adapted,
     cannot,
     changed,
     dead,
@@ -24,19 +26,27 @@ TRAINERS = {"fsdp2_train": "fsdp2", "megatron_train": "megatron", "deepspeed_tra
 ENGINES = {"hf_infer": "transformers", "sglang": "sglang", "vllm": "vllm"}
 
 
+_EXPERTS = "experts in parallel: no mixtures of experts yet. Train a dense model, without this line"
 NOT_OFFERED = {
-    "virtual_pipeline_model_parallel_size": "no interleaved pipeline stages yet",
-    "expert_model_parallel_size": "no mixture-of-experts models yet",
-    "expert_tensor_parallel_size": "no mixture-of-experts models yet",
-    "optimizer_cpu_offload": "no offloading of Megatron's optimizer yet",
+    "virtual_pipeline_model_parallel_size": (
+        "interleaved pipeline stages: remove it; pipeline_model_parallel_size works"
+    ),
+    "expert_model_parallel_size": _EXPERTS,
+    "expert_tensor_parallel_size": _EXPERTS,
+    "optimizer_cpu_offload": (
+        "Megatron's optimizer in host memory: remove it, or set actorTrain.strategy to fsdp2 with "
+        "offload_policy: true"
+    ),
 }
+NO_DISTILLATION = "on-policy distillation: not offered yet. Remove these settings"
 
 
 def trainer(top: View) -> str:
-    """Return the strategy that trains the policy."""
-    return TRAINERS.get(
-        top.section("actor_train").section("strategy_args")["strategy_name"], "fsdp2"
-    )
+    """Return the strategy that trains the policy. Adapters are never trained by Megatron here."""
+    actor = top.section("actor_train")
+    name = TRAINERS.get(actor.section("strategy_args")["strategy_name"], "fsdp2")
+    adapters = actor.section("model_args")["lora_target"]
+    return "fsdp2" if name == "megatron" and adapters else name
 
 
 def engine(top: View) -> str:
@@ -80,6 +90,14 @@ def without_lora(top: View) -> str:
     )
 
 
+def without_text_modules(top: View) -> str:
+    """Return the reason why no text model has the frozen modules, or an empty text."""
+    prefixes = top.section("actor_train").section("model_args")["freeze_module_prefix"] or ""
+    names = prefixes if isinstance(prefixes, list) else str(prefixes).split(",")
+    vision = all(str(name).strip().startswith("vision") for name in names)
+    return "text models have no vision part" if names and vision else ""
+
+
 def set_by_config(top: View) -> str:
     """Return the reason why ROLL ignores num_gpus_per_worker, or an empty text."""
     config = top.section("actor_infer").section("strategy_args").section("strategy_config").given
@@ -104,6 +122,12 @@ def without_target_kl(top: View) -> str:
 
 def without_kl_loss(top: View) -> str:
     return "" if top["use_kl_loss"] else "read with use_kl_loss: true only"
+
+
+def without_normalization(top: View) -> str:
+    reward = top.section("reward_normalization")
+    types = (reward["norm_mean_type"], reward["norm_std_type"])
+    return "nothing is normalised" if reward["method"] == "identity" and not any(types) else ""
 
 
 def without_clip(top: View) -> str:
@@ -172,15 +196,23 @@ STRATEGY_CONFIG: Fields = {
 """Keys that ROLL's own code reads. Their fate depends on the backend: see `models`."""
 
 MODEL_ARGS: Fields = {
-    "model_name_or_path": changed(
+    "model_name_or_path": adapted(
         "pretrain (critic: reward_pretrain) takes its place, as in ROLL; "
         "without pretrain this is spec.model.path"
     ),
     "adapter_name_or_path": cannot(
-        "adapters begin at zero: a trained one must be merged into the model first"
+        "adapters begin at zero here: merge the trained one into the model, and write that "
+        "model's path into spec.model.path"
     ),
-    "attn_implementation": dropped("attention is PyTorch's scaled_dot_product_attention"),
-    "moe_aux_loss_coef": cannot("no auxiliary loss of mixture-of-experts models", 0.0, 0),
+    "attn_implementation": mapped(
+        "spec.model.attnImplementation (sdpa, auto: left out; fa2: flash_attention_2)",
+        unread=lambda top: (
+            "megatron has an attention of its own" if trainer(top) == "megatron" else ""
+        ),
+    ),
+    "moe_aux_loss_coef": cannot(
+        "auxiliary loss of a mixture of experts: train a dense model, without this line", 0.0, 0
+    ),
     "disable_gradient_checkpointing": mapped(
         f"{_OPTIONS}.gradient_checkpointing (fsdp2, deepspeed)",
         False,
@@ -195,15 +227,27 @@ MODEL_ARGS: Fields = {
             "bf16": "spec.model.dtype: bfloat16 (of the actor, for all roles)",
             "fp32": "spec.model.dtype: float32 (of the actor, for all roles)",
         },
-        "no float16: bfloat16 takes its place",
+        "no float16 here: bfloat16 is written, which needs no loss scaling",
         "bf16",
+        otherwise_is=Fate.CHANGED,
     ),
-    "model_type": changed(
+    "model_type": adapted(
         "the critic is the causal language model with a value head; other roles have no such choice"
     ),
     "num_labels": dropped("a value head has one output", 1),
-    "model_config_kwargs": cannot("the model's config is taken as it is", None, {}),
-    "freeze_module_prefix": cannot("all parameters are trained", None, [], ""),
+    "model_config_kwargs": cannot(
+        "changes of the model's config: write them into config.json of a model folder of your own",
+        None,
+        {},
+    ),
+    "freeze_module_prefix": cannot(
+        "frozen modules: all parameters are trained here. Remove it, or train adapters "
+        "(spec.pipeline.actorTrain.lora)",
+        None,
+        [],
+        "",
+        unread=without_text_modules,
+    ),
     "ulysses_size": mapped(
         f"{_OPTIONS}.ulysses_sequence_parallel_size (fsdp2)", 1, only_trainer("fsdp2")
     ),
@@ -213,7 +257,13 @@ MODEL_ARGS: Fields = {
     ),
     "lora_dropout": dropped("zero, or see above", 0),
     "lora_target": mapped(f"{_ADAPTERS}.targetModules (all-linear: left out)"),
-    "additional_target": cannot("only the adapters are trained", None, [], "", unread=without_lora),
+    "additional_target": cannot(
+        "whole modules beside the adapters: only adapters are trained here. Remove it",
+        None,
+        [],
+        "",
+        unread=without_lora,
+    ),
     "autocast_adapter_dtype": dropped("adapters are always trained in float32", True),
 }
 
@@ -224,7 +274,9 @@ def _default(field: Field | Section) -> object:
 
 OTHERS_MODEL_ARGS: Fields = {
     **MODEL_ARGS,
-    "dtype": changed("spec.model.dtype is actor_train's, for all roles"),
+    "dtype": adapted("spec.model.dtype is actor_train's, for all roles"),
+    "attn_implementation": dropped("spec.model.attnImplementation is actor_train's"),
+    "freeze_module_prefix": dropped("only actor_train is trained"),
     **{
         key: dropped(
             "actor_train's count: reference and critic are computed the way the policy is",
@@ -233,10 +285,12 @@ OTHERS_MODEL_ARGS: Fields = {
         for key in ("disable_gradient_checkpointing", "ulysses_size")
     },
     **{
-        key: dropped("only the policy has adapters", _default(MODEL_ARGS[key]))
-        for key in ("lora_rank", "lora_alpha", "additional_target")
+        key: dropped(
+            "engines serve the merged weights; only the policy has adapters",
+            _default(MODEL_ARGS[key]),
+        )
+        for key in ("lora_rank", "lora_alpha", "lora_target", "lora_dropout", "additional_target")
     },
-    "lora_target": cannot("only the policy has adapters"),
 }
 """Model arguments of the roles other than actor_train."""
 
@@ -250,18 +304,18 @@ TRAINING_ARGS: Fields = {
     "learning_rate": mapped(f"{_TRAINING}.learningRate", 5e-5),
     "lr_scheduler_type": one_of(
         {name: f"{_TRAINING}.lrSchedulerType: {ours}" for name, ours in SCHEDULES.items()},
-        "no such schedule: linear takes its place",
+        "no such schedule here: linear is written. Choose constant, linear or cosine",
         "linear",
     ),
     "weight_decay": mapped(f"{_TRAINING}.weightDecay", 0.0),
     "adam_beta1": mapped(f"{_TRAINING}.adamBeta1", 0.9),
     "adam_beta2": mapped(f"{_TRAINING}.adamBeta2", 0.999),
-    "per_device_train_batch_size": changed(
+    "per_device_train_batch_size": adapted(
         "with gradient_accumulation_steps and the number of ranks it sets "
         "actorTrain.training.miniBatchSize; with sequence_length it sets maxTokensPerMicroBatch",
         8,
     ),
-    "gradient_accumulation_steps": changed("sets actorTrain.training.miniBatchSize", 1),
+    "gradient_accumulation_steps": adapted("sets actorTrain.training.miniBatchSize", 1),
     "warmup_ratio": mapped(f"{_TRAINING}.warmupSteps (times the number of optimizer steps)", 0.0),
     "warmup_steps": mapped(f"{_TRAINING}.warmupSteps", 0),
     "max_steps": dropped("follows from spec.pipeline.maxSteps, as in ROLL", -1),
@@ -272,7 +326,7 @@ TRAINING_ARGS: Fields = {
     "fp16": dropped("the precision is model_args.dtype"),
     "bf16": dropped("the precision is model_args.dtype"),
     "tf32": dropped("PyTorch's own default"),
-    "save_hf_model": changed(
+    "save_hf_model": adapted(
         "`agenticrun export` writes a Hugging Face folder from any checkpoint", False
     ),
     "output_dir": dropped("checkpoints go to spec.checkpoint.uri"),
@@ -283,20 +337,27 @@ _VALIDATION_TOO = (
     "ROLL validates with the same sampling"
 )
 GENERATING_ARGS: Fields = {
-    "do_sample": cannot("greedy training has nothing to learn from: sampling stays on", True),
+    "do_sample": cannot(
+        "greedy training has nothing to learn from: set do_sample: true. "
+        "spec.pipeline.actorInfer.validationGenerating is greedy without settings",
+        True,
+    ),
     "temperature": mapped(f"{_VALIDATION_TOO} (.temperature)", 0.95),
     "top_p": mapped(f"{_VALIDATION_TOO} (.topP)", 0.7),
     "top_k": mapped(f"{_VALIDATION_TOO} (.topK, -1 -> 0)", 50),
-    "num_beams": cannot("no beam search", 1),
+    "num_beams": cannot("beam search: samples are drawn here. Remove it", 1),
     "max_length": dropped("max_new_tokens and sequence_length bound a response", 8192),
     "max_new_tokens": mapped(
         "spec.pipeline.envs[].maxTokensPerStep (the smaller of it and max_tokens_per_step)", 8192
     ),
-    "repetition_penalty": cannot("log-probs would not be those of the sampling", 1, 1.0),
+    "repetition_penalty": cannot(
+        "its log-probs would not be those of the sampling: remove it", 1, 1.0
+    ),
     "length_penalty": dropped("a setting of beam search", 1),
     "num_return_sequences": dropped("always 1, as in ROLL", 1),
-    "stop_strings": cannot(
-        "a response ends with the end of its turn, or at its token limit", None, []
+    "stop_strings": changed(
+        "a response ends with its end-of-turn token or at its token limit: let the environment "
+        "ignore what follows the first call (python_tool does)"
     ),
     "include_stop_str_in_output": dropped("no stop strings"),
     "logprobs": dropped("log-probs are always recorded", 0),
@@ -317,12 +378,12 @@ PACKING_ARGS: Fields = dict.fromkeys(
 
 _ENGINE = one_of(
     {name: f"spec.pipeline.actorInfer.strategy.name: {ours}" for name, ours in ENGINES.items()},
-    "no such engine: the transformers engine takes its place",
+    "no such engine here: transformers is written. Choose transformers, sglang or vllm",
     "vllm",
 )
 _TRAINER = one_of(
     {name: f"spec.pipeline.actorTrain.strategy.name: {ours}" for name, ours in TRAINERS.items()},
-    "no such trainer: fsdp2 takes its place",
+    "no such trainer here: fsdp2 is written. Choose fsdp2, megatron or deepspeed",
     "fsdp2_train",
 )
 _CRITICS_TRAINER = dropped("the critic is always trained by fsdp2")
@@ -333,11 +394,11 @@ _PODS = {
         "if it has the devices of actor_train: spec.placement: Colocated"
     ),
 }
-_WITH_TRAINER = changed(
+_WITH_TRAINER = adapted(
     "its own pods (spec.roles) if its GPUs are not those of actor_train, "
     "else it shares the trainer pods"
 )
-_OPD = cannot("no on-policy distillation yet", None, [], unread=without_distillation)
+_OPD = cannot(NO_DISTILLATION, None, [], unread=without_distillation)
 
 _WORKER: Fields = {
     "name": dropped("a name for logs"),
@@ -354,10 +415,15 @@ _WORKER: Fields = {
     "sequence_packing_args": Section(PACKING_ARGS),
     "logits_in_fp32": dropped("log-probs are always computed in float32", False),
     "router_replay": Section(
-        {"mode": cannot("no routing replay of mixture-of-experts models", "disable")}
+        {
+            "mode": cannot(
+                "replays the routing of a mixture of experts: train a dense model, without it",
+                "disable",
+            )
+        }
     ),
     "apply_loss_scale": dropped("denominators are global: there is nothing to undo (C15)", True),
-    "mtp_training_mode": cannot("no multi-token prediction", "disabled"),
+    "mtp_training_mode": cannot("multi-token prediction: not offered. Remove it", "disabled"),
     "offload_nccl": dropped("ROLL forces it to false", False),
     "opd_kl_coef": _OPD,
     "tag_included": _OPD,
@@ -380,7 +446,7 @@ _ACTOR_ONLY: Fields = {
 }
 _TRAINED: Fields = {
     "training_args": Section(TRAINING_ARGS),
-    "use_dynamic_batching_in_train": changed("micro-batches are always cut by tokens", False),
+    "use_dynamic_batching_in_train": adapted("micro-batches are always cut by tokens", False),
     "max_tokens_per_microbatch_in_train": mapped(
         f"{_TRAINING}.maxTokensPerMicroBatch, with use_dynamic_batching_in_train", kind=int
     ),
@@ -407,7 +473,10 @@ def role(name: Literal["actor_train", "actor_infer", "reference", "critic", "env
         for key, field in {**_ACTOR_ONLY, **_TRAINED}.items()
     }
     fields: dict[str, Field | Section] = {**silent, **_WORKER}
-    fields["worker_cls"] = one_of(WORKER_CLASSES, "only ROLL's own workers have a counterpart")
+    fields["worker_cls"] = one_of(
+        WORKER_CLASSES,
+        "a worker class of your own: a loss of your own is written as docs/how-to-add.md shows",
+    )
     fields["training_args"] = (
         Section(TRAINING_ARGS) if trains else Section({}, rest=dropped("this role does not train"))
     )
@@ -452,7 +521,7 @@ def role(name: Literal["actor_train", "actor_infer", "reference", "critic", "env
     fields["system_envs"] = (
         mapped(f"spec.roles.{role_of}.env (without what names a secret: use envFrom)")
         if role_of
-        else changed("spec.roles.<role>.env where it has pods of its own, else actor_train's count")
+        else adapted("spec.roles.<role>.env where it has pods of its own, else actor_train's count")
     )
     if trains:
         fields |= _TRAINED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ import numpy as np
 from agenticrun_workers.envs.webshop import made_up
 from agenticrun_workers.envs.webshop.goals import Goal, human_goals, synthetic_goals
 from agenticrun_workers.envs.webshop.products import Product, read_products
+
+log = logging.getLogger(__name__)
 
 K1 = 0.9
 B = 0.4
@@ -139,6 +142,11 @@ def shared_shop(files: Files, goals: GoalKind, search_limit: int) -> Shop:
 def _load(files: Files, kind: GoalKind, search_limit: int) -> Shop:
     if files.items is None:
         data = made_up.catalogue()
+        log.warning(
+            "a webshop without data files sells %d made-up products: name the real ones in "
+            "spec.pipeline.envs[].config.items, attributes and humanInstructions",
+            len(data.items),
+        )
         items, attributes, instructions, reviews = (
             data.items,
             data.attributes,

@@ -1,0 +1,362 @@
+"""A person reads one screen: which lines need them, what means something else, and a code."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agenticrun_api import parse_run
+from agenticrun_workers.cli import app
+from agenticrun_workers.convert import Conversion, ConvertError, Fate, compose, convert
+from agenticrun_workers.convert.converter import Composition
+from agenticrun_workers.convert.outcome import ConvertExit, exit_code, lines_for_a_person, summary
+from agenticrun_workers.rollout.env_worker import describe_envs
+
+DATA = Path(__file__).parents[2] / "data/roll"
+EXAMPLES = sorted((DATA / "agentic").glob("*.yaml"))
+MANAGERS = "roll.pipeline.agentic.env_manager"
+SCREEN = 40
+
+BASE: dict[str, Any] = {
+    "pretrain": "Qwen/Qwen2.5-0.5B-Instruct",
+    "max_steps": 10,
+    "rollout_batch_size": 8,
+    "sequence_length": 512,
+    "adv_estimator": "reinforce",
+    "whiten_advantages": True,
+    "custom_envs": {"Game": {"env_type": "sokoban"}},
+    "train_env_manager": {"num_env_groups": 4, "group_size": 2, "tags": ["Game"]},
+}
+
+
+def merged(base: Any, changes: Any) -> Any:
+    """Return `base` with nested changes."""
+    if not isinstance(base, dict) or not isinstance(changes, dict):
+        return copy.deepcopy(changes)
+    return {**base, **{key: merged(base.get(key), value) for key, value in changes.items()}}
+
+
+def converted(changes: dict[str, Any]) -> Conversion:
+    return convert(Composition(merged(BASE, changes), frozenset()), "game")
+
+
+def game(env_type: str, config: Any = None, **more: Any) -> dict[str, Any]:
+    env = {"env_type": env_type, "env_config": config or {}, **more}
+    return {"custom_envs": {"Game": env}}
+
+
+def notes(conversion: Conversion, fate: Fate) -> dict[str, str]:
+    return {line.field: line.note for line in conversion.lines if line.fate is fate}
+
+
+def meaning(conversion: Conversion) -> dict[str, str]:
+    return notes(conversion, Fate.CHANGED)
+
+
+def fits_a_screen(conversion: Conversion) -> bool:
+    lines = list(summary(conversion, "roll.yaml"))
+    return len(lines) < SCREEN and max(map(len, lines)) < 120
+
+
+FOR_A_PERSON = [
+    ({"pretrain": "Qwen/Qwen3-30B-A3B"}, "pretrain", "mixture of experts.*spec.model.path"),
+    ({"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, "pretrain", "several modalities.*text model"),
+    ({"pretrain": "Qwen/Qwen3.5-2B"}, "pretrain", "several modalities"),
+    ({"pretrain": "/models/ours"}, "(resources)", "memory and shmSize"),
+    ({"pretrain": None}, "pretrain", "spec.model.path"),
+    (game("game:GuessTheNumber-v0"), "custom_envs.Game.env_type", "GEM game.*gem.make"),
+    (game("rg:letter_counting"), "custom_envs.Game.env_type", "Reasoning Gym.*gem.make"),
+    (game("roll_qa"), "custom_envs.Game.env_type", "set_item"),
+    (game("rock_tb_native_env"), "custom_envs.Game.env_type", "ROCK.*agent.type: outside"),
+    (game("sokoban_sandbox"), "custom_envs.Game.env_type", "ROCK.*type sokoban is written"),
+    (game("openreward_env"), "custom_envs.Game.env_type", "OpenReward.*module:Class"),
+    (game("nowhere"), "custom_envs.Game.env_type", "no env is called 'nowhere'"),
+    (game("webshop"), "custom_envs.Game.env_config", "200 made-up products.*items"),
+    (game("sokoban", {"view": 3}), "custom_envs.Game.env_config.view", "no such argument"),
+    (
+        game(
+            "roll_math", {"dataset_name": "x"}, tool_wrapper={"tool_configs": [{"tool_id": "mcp"}]}
+        ),
+        "custom_envs.Game.tool_wrapper",
+        "not offered",
+    ),
+    (
+        game("sokoban", env_manager_cls=f"{MANAGERS}.agent_native.AgentNativeStepEnvManager"),
+        "custom_envs.Game.env_manager_cls",
+        "agent of your own",
+    ),
+    (
+        game(
+            "sokoban",
+            env_manager_cls=f"{MANAGERS}.proxy_env_manager.ProxyEnvManager",
+            agent_runner_cls="roll.pipeline.agentic.agent_runner.rock.push_runner.PushRunner",
+        ),
+        "custom_envs.Game.agent_runner_cls",
+        "agent.type: outside",
+    ),
+    (
+        {"rollout_mock": {"enable": True, "mode": "mock"}},
+        "rollout_mock.dump_dir",
+        "record.to first",
+    ),
+    (
+        {"reward": {"device_mapping": "[7]", "model_args": {"model_name_or_path": "judge"}}},
+        "reward",
+        "llm_judge",
+    ),
+    (
+        {"actor_train": {"model_args": {"attn_implementation": "fa2"}}},
+        "actor_train.model_args.attn_implementation",
+        "flash-attn.*spec.image",
+    ),
+    (
+        {"train_env_manager": {"group_size": 1}, "rollout_batch_size": 1},
+        "rollout_batch_size",
+        "at least two trajectories",
+    ),
+    (
+        {
+            "train_env_manager": {"group_size": 1},
+            "reward_normalization": {"grouping": "traj_group_id", "method": "mean_std"},
+        },
+        "train_env_manager.group_size",
+        "at least 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "field", "note"), FOR_A_PERSON)
+def test_a_line_for_a_person_says_what_it_is_and_what_to_write(
+    changes: dict[str, Any], field: str, note: str
+) -> None:
+    conversion = converted(changes)
+    assert list(notes(conversion, Fate.PERSON)) == [field]
+    assert re.search(note, notes(conversion, Fate.PERSON)[field])
+    assert exit_code(conversion) is ConvertExit.PERSON
+    assert fits_a_screen(conversion)
+    (line,) = lines_for_a_person(conversion)
+    assert line.startswith(field)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [changes for changes, *_ in FOR_A_PERSON] + [{}],
+    ids=lambda changes: str(changes)[:40],
+)
+def test_no_field_has_two_outcomes(changes: dict[str, Any]) -> None:
+    outcomes: dict[str, set[Fate]] = {}
+    for line in converted(changes).lines:
+        outcomes.setdefault(line.field, set()).add(line.fate)
+    assert {field for field, fates in outcomes.items() if len(fates) > 1} == set()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_say_all_of_it_on_one_screen(example: Path) -> None:
+    assert fits_a_screen(convert(compose(example), example.stem))
+
+
+def test_the_base_is_ready() -> None:
+    conversion = converted({})
+    assert exit_code(conversion) is ConvertExit.READY
+    describe_envs(parse_run(conversion.document).spec.pipeline)
+    assert next(summary(conversion, "roll.yaml")) == "roll.yaml: ready"
+
+
+def test_rooms_of_sokoban_become_rows_columns_boxes_and_symbols() -> None:
+    run = parse_run(convert(compose(DATA / "agentic/sokoban_lora.yaml"), "x").document)
+    describe_envs(run.spec.pipeline)
+    room, wide = run.spec.pipeline.envs
+    assert room.config == {
+        "rows": 6,
+        "columns": 6,
+        "boxes": 1,
+        "searchDepth": 12,
+        "symbols": "W.GCBA@",
+        "actions": ["North", "South", "West", "East"],
+    }
+    assert (wide.config["rows"], wide.config["columns"], wide.config["boxes"]) == (6, 8, 2)
+    bare = converted(game("sokoban", {"max_steps": 3})).document["spec"]["pipeline"]["envs"][0]
+    assert bare["config"] == {"rows": 10, "columns": 10, "boxes": 4}  # ROLL's defaults
+
+
+def test_older_names_buckets_and_recordings_are_read() -> None:
+    conversion = convert(compose(DATA / "agentic/sokoban_lora.yaml"), "x")
+    pipeline = parse_run(conversion.document).spec.pipeline
+    assert (pipeline.train_envs.groups, pipeline.train_envs.partition) == (8, [6, 2])
+    assert pipeline.weight_sync.bucket_bytes == 256 * 2**20
+    assert pipeline.record is not None
+    assert pipeline.record.to == "/checkpoints/first_rollouts"
+    assert pipeline.actor_train.training.max_tokens_per_micro_batch == 8192
+    assert (
+        "read as num_env_groups" in notes(conversion, Fate.ADAPTED)["train_env_manager.env_groups"]
+    )
+
+
+def test_a_system_template_is_a_text_as_in_roll() -> None:
+    pipeline = parse_run(convert(compose(DATA / "agentic/sokoban_lora.yaml"), "x").document).spec
+    template = pipeline.pipeline.envs[0].agent.config["systemTemplate"]
+    assert template.format(instruction="Push.") == "Answer like {this}.\nPush."
+
+
+def test_problems_of_math_become_a_data_set() -> None:
+    config = {"dataset_name": "owner/problems", "question_key": "prompt", "answer_key": "solution"}
+    env = converted(game("roll_math", config)).document["spec"]["pipeline"]["envs"][0]
+    assert (env["type"], env["maxSteps"]) == ("math", 1)
+    assert env["dataset"] == {
+        "path": "owner/problems",
+        "columns": {"question": "prompt", "answer": "solution"},
+    }
+    assert "actionPattern" not in env["agent"]["config"]  # the whole answer counts
+    tools = {"tool_configs": [{"tool_id": "python_code", "tool_args": {"timeout": 7}}]}
+    run = parse_run(converted(game("roll_math", config, tool_wrapper=tools)).document)
+    python = run.spec.pipeline.envs[0]
+    assert (python.type, python.config["seconds"]) == ("python_tool", 7.0)
+    describe_envs(run.spec.pipeline)
+
+
+def test_a_game_in_pictures_becomes_one_in_text() -> None:
+    conversion = converted(
+        game(
+            "sokoban",
+            {"dim_room": [6, 6], "render_mode": "rgb_array"},
+            env_manager_cls=f"{MANAGERS}.vl_traj_env_manager.VLTrajEnvManager",
+            pre_step_template="Turn {turn_idx}:\n",
+            next_step_template="{actions_left} left",
+        )
+    )
+    agent = conversion.document["spec"]["pipeline"]["envs"][0]["agent"]
+    assert agent["config"]["agentTemplate"] == "Turn {turn}:\n{observation}\n{turns_left} left"
+    assert exit_code(conversion) is ConvertExit.READY
+    assert "not images" in meaning(conversion)["custom_envs.Game.env_manager_cls"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "note"),
+    [
+        (
+            {"adv_estimator": "agentic_reinforce", "add_token_level_kl": True},
+            "add_token_level_kl",
+            "C23",
+        ),
+        ({"adv_estimator": "gigpo", "add_token_level_kl": True}, "add_token_level_kl", "C25"),
+        (
+            {"adv_estimator": "step_reinforce", "add_token_level_kl": True},
+            "add_token_level_kl",
+            "C25",
+        ),
+        (
+            {
+                "train_env_manager": {"group_size": 1},
+                "reward_normalization": {
+                    "grouping": "traj_group_id",
+                    "norm_mean_type": "batch",
+                    "norm_std_type": "batch",
+                },
+            },
+            "reward_normalization.norm_std_type",
+            "C21",
+        ),
+        (game("sokoban", env_manager_cls="StepEnvManager"), "adv_estimator", "C24"),
+        ({"adv_estimator": "gae", "ppo_epochs": 2}, "ppo_epochs", "C33"),
+        ({"reward_clip": 5}, "reward_clip", "C30"),
+        ({"loss_agg_mode": "token-mean"}, "loss_agg_mode", "C1"),
+        ({"async_generation_ratio": 1}, "async_generation_ratio", "C37"),
+        (
+            {
+                "actor_train": {
+                    "worker_cls": "agentic_actor_pg_worker.ActorWorker",
+                    "pg_variant": "topr",
+                }
+            },
+            "actor_train.pg_variant",
+            "C29",
+        ),
+        (
+            {
+                "ratio_type": "segment",
+                "train_infer_correction": {"filters": [{"enabled": True, "agg_type": "token"}]},
+            },
+            "ratio_type",
+            "C26",
+        ),
+        (
+            {
+                **game("sokoban", env_manager_cls="StepEnvManager"),
+                "adv_estimator": "step_reinforce",
+                "add_token_level_kl": True,
+                "target_kl": 0.1,
+            },
+            "target_kl",
+            "C27",
+        ),
+        (
+            {"actor_train": {"model_args": {"dtype": "fp16"}}},
+            "actor_train.model_args.dtype",
+            "bfloat16",
+        ),
+    ],
+)
+def test_what_computes_something_else_is_told_with_its_reason(
+    changes: dict[str, Any], field: str, note: str
+) -> None:
+    conversion = converted(changes)
+    told = meaning(conversion)
+    assert note in told.get(field, "not told")
+    assert note not in str(meaning(converted({})).get(field))
+    assert "means something else here" in "\n".join(summary(conversion, "x"))
+    parse_run(conversion.document)
+
+
+def test_the_command_writes_what_a_person_must_do_into_the_run(tmp_path: Path) -> None:
+    import yaml
+
+    file, out = tmp_path / "roll.yaml", tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(merged(BASE, {"pretrain": "Qwen/Qwen3-30B-A3B"})))
+    result = CliRunner().invoke(app, ["convert", str(file), "-o", str(out)])
+    assert result.exit_code == 3
+    assert result.stderr.startswith("roll.yaml: 1 line needs a person")
+    assert out.read_text().startswith("# needs a person: pretrain (Qwen/Qwen3-30B-A3B)")
+    detailed = CliRunner().invoke(app, ["convert", str(file), "--details"])
+    assert "train_env_manager.group_size" in detailed.stderr
+    assert "train_env_manager.group_size" not in result.stderr
+
+
+def test_shell_variables_that_are_not_set_are_secrets_or_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("OUR_MODEL", raising=False)
+    file = tmp_path / "roll.yaml"
+    file.write_text(
+        "pretrain: ${oc.env:OUR_MODEL}\ntracker_kwargs: {api_key: '${oc.env:OUR_KEY}'}\n"
+    )
+    fields = notes(convert(compose(file), "x"), Fate.PERSON)
+    assert "${oc.env:OUR_MODEL}" in fields
+    assert "${oc.env:OUR_KEY}" not in fields
+    monkeypatch.setenv("OUR_MODEL", "Qwen/Qwen3-4B")
+    assert "pretrain" not in notes(convert(compose(file), "x"), Fate.PERSON)
+
+
+def test_links_are_followed_and_lost_ones_are_told(tmp_path: Path) -> None:
+    real = tmp_path / "real.yaml"
+    real.write_text("seed: 3\n")
+    (tmp_path / "link.yaml").symlink_to("real.yaml")
+    (tmp_path / "without-links.yaml").write_text("real.yaml")
+    assert compose(tmp_path / "link.yaml").config == {"seed": 3}
+    assert compose(tmp_path / "without-links.yaml").config == {"seed": 3}
+    (tmp_path / "lost.yaml").write_text("../elsewhere/gone.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "parts.yaml").write_text("defaults: [../config/gone@_here_]\n")
+    for name, message in (
+        ("lost", "symbolic link to ../elsewhere/gone.yaml"),
+        ("empty", "symbolic link"),
+        ("parts", "--config-dir"),
+    ):
+        with pytest.raises(ConvertError, match=message):
+            compose(tmp_path / f"{name}.yaml")
+        result = CliRunner().invoke(app, ["convert", str(tmp_path / f"{name}.yaml")])
+        assert result.exit_code == 64

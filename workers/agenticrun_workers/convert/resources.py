@@ -1,0 +1,110 @@
+"""CPU, memory and shared memory of pods, from the size of the model.
+
+docs/gpus.md explains the numbers. ROLL takes whole nodes and has no such settings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+CPUS_PER_GPU = 4
+PROCESS_GIB = 4
+"""Host memory of a process that trains or serves, beside weights."""
+STATE_BYTES = 16
+"""Weights, gradients and Adam's state of one parameter, in float32."""
+CHECKPOINT_BYTES = 12
+"""Weights and Adam's state of one parameter in a checkpoint."""
+
+_SIZE = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
+
+
+def parameters(path: str | None) -> float | None:
+    """Return the number of parameters of a model, or None if neither name nor files tell it.
+
+    The first size in a name counts: 30B in Qwen3-30B-A3B.
+    """
+    if not path:
+        return None
+    stored = _stored_bytes(Path(path))
+    if stored:
+        return stored / 2  # bfloat16, as models are published
+    named = _SIZE.search(path.rstrip("/").rsplit("/", 1)[-1])
+    return None if named is None else float(named[1]) * (1e9 if named[2] in "Bb" else 1e6)
+
+
+def _stored_bytes(folder: Path) -> int:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return int(json.loads(index.read_text())["metadata"]["total_size"])
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Resources of the pods of one run.
+
+    Args:
+        count: parameters of the model.
+        weight_bytes: bytes of one weight on its way to the engines.
+        offloads: the trainers' state is in host memory.
+        colocated: engines share the trainers' pods and take turns with them.
+    """
+
+    count: float
+    weight_bytes: int
+    offloads: bool
+    colocated: bool
+
+    def trainer(self, gpus: int, pods: int) -> dict[str, str]:
+        """Return the fields of trainer pods, in which each rank loads the whole model."""
+        ranks = max(1, gpus)
+        held = ranks * 4 * self.count
+        if self.offloads or self.colocated or not gpus:
+            held = max(held, STATE_BYTES * self.count / pods)
+        processes = ranks * (2 if self.colocated else 1)
+        return self._fields(gpus, processes * PROCESS_GIB + held / GIB)
+
+    def inference(self, gpus: int) -> dict[str, str]:
+        """Return the fields of inference pods."""
+        engines = max(1, gpus)
+        return self._fields(gpus, engines * PROCESS_GIB + self.weight_bytes * self.count / GIB)
+
+    def _fields(self, gpus: int, memory_gib: float) -> dict[str, str]:
+        shared = self.shared_gib
+        return {
+            "cpus": str(CPUS_PER_GPU * max(1, gpus)),
+            "memory": f"{ceil(memory_gib) + shared}Gi",
+            "shmSize": f"{shared}Gi",
+        }
+
+    @property
+    def shared_gib(self) -> int:
+        """Size of /dev/shm: twice the weights, and room for NCCL."""
+        return ceil(2 * self.weight_bytes * self.count / GIB) + 1
+
+    def claim_gib(self, checkpoints: int) -> int:
+        """Return the size of a claim for that many checkpoints and one more in the making."""
+        return ceil(CHECKPOINT_BYTES * self.count * (checkpoints + 1) / GIB)
+
+
+def sizes(spec: dict[str, Any], count: float, dtype: str) -> Sizes:
+    """Return the sizes for a run.
+
+    Args:
+        spec: what is converted so far: `placement` and the trainer's strategy.
+        count: parameters of the model.
+        dtype: `spec.model.dtype`.
+    """
+    config = spec["strategy"].get("config") or {}
+    zero = config.get("zero_optimization")
+    offloads = bool(config.get("offload_policy")) or (
+        isinstance(zero, dict) and bool(zero.get("offload_optimizer") or zero.get("offload_param"))
+    )
+    colocated = spec["placement"] == "Colocated"
+    return Sizes(count, 4 if dtype == "float32" else 2, offloads, colocated)
