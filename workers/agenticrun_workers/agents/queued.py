@@ -447,7 +447,7 @@ class _OfService(ServiceView):
     async def _begin(self) -> tuple[str, str]:
         episode = self._episode
         text = await self._env_calls.begin(
-            self._service, episode.env_seed, episode.key.stream, episode.item
+            self._service, episode.env_seed, episode.key.stream, episode.item, str(episode.key)
         )
         return self._service.instruction, text
 

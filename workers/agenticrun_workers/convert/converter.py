@@ -78,9 +78,9 @@ def compose(file: Path, config_dir: Path | None = None) -> Composition:
                 config = OmegaConf.to_container(composed, resolve=True)
     except MissingConfigException as error:
         raise ConvertError(
-            f"{file}: its `defaults:` name {error.missing_cfg_file}, which is not there: "
-            "check out the repository of the file, or name a folder beside which it is found "
-            "(--config-dir ROLL/examples/config)"
+            f"{file}: its defaults name {error.missing_cfg_file}, which is not there: "
+            "name a folder beside which it is found (--config-dir ROLL/examples/config), or remove "
+            "that entry if ROLL's repository has no such file"
         ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
         raise ConvertError(f"{file}: {error}") from error

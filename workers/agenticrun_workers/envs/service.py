@@ -18,6 +18,16 @@ ServiceStep = tuple[Any, Any, bool, bool, Mapping[str, Any]]
 """Observation, reward, terminated, truncated, info."""
 
 
+class ItemById:
+    """`id2info` of a service. A service that sets an attribute of this name has its own."""
+
+    def __get__(
+        self, service: EnvironmentService | None, owner: type[EnvironmentService]
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """Return the episode's item under the id of its prompt."""
+        return {} if service is None else {service.qid: service.item}
+
+
 class EnvironmentService(ABC):
     """An environment for agents with queues (`agents/queued.py`).
 
@@ -33,6 +43,10 @@ class EnvironmentService(ABC):
     """The system message of the first prompt; empty = none."""
     item: Mapping[str, Any] = MappingProxyType({})
     """The episode's item of `envs[].dataset`."""
+    qid: str = ""
+    """Id of the episode's prompt: `Prompt.qid`, the first part of AReaL's actions."""
+    id2info = ItemById()
+    """The item by that id, for code that looks it up as AReaL's environments do."""
 
     def set_item(self, item: Mapping[str, Any]) -> None:
         """Set the item of the next episode. Called before `reset` if there is a data set."""
@@ -60,9 +74,18 @@ class ServiceCalls(EnvCalls):
     """Calls services like any environment: every error is an `EnvFault`."""
 
     async def begin(
-        self, service: EnvironmentService, seed: int, stream: Stream, item: Mapping[str, Any] | None
+        self,
+        service: EnvironmentService,
+        seed: int,
+        stream: Stream,
+        item: Mapping[str, Any] | None,
+        qid: str = "",
     ) -> str:
-        """Begin an episode and return its first user message. Raises `EnvFault`."""
+        """Begin the episode of the prompt `qid` and return its first user message.
+
+        Raises `EnvFault`.
+        """
+        service.qid = qid
         if item is not None:
             await self._call(cast(Any, service), service.set_item, item)
         said = await self._call(

@@ -4,6 +4,7 @@ from agenticrun_workers.envs.math.math_env import MathEnv, MathSingleStep
 from agenticrun_workers.envs.math.verifier import (
     MathVerifier,
     Verdict,
+    math_verify,
     reference_answer,
     shared_verifier,
 )
@@ -13,6 +14,7 @@ __all__ = [
     "MathSingleStep",
     "MathVerifier",
     "Verdict",
+    "math_verify",
     "reference_answer",
     "shared_verifier",
 ]

@@ -15,10 +15,12 @@ import selectors
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 BOX = "\\boxed{"
 GSM8K = "####"
@@ -147,6 +149,59 @@ class MathVerifier:
         with self._lock:
             self._checkers = (self._checkers - {old}) | {new}
         return new
+
+
+def math_verify(
+    id2info: Mapping[str, Mapping[str, Any]],
+    generateds: Sequence[str],
+    query_ids: Sequence[str],
+    max_workers: int = PROCESSES,
+) -> list[float]:
+    """Compare responses with the answers of their problems, with the arguments of AReaL's verifier.
+
+    It blocks, so environments call it by `asyncio.to_thread`.
+
+    Args:
+        id2info: problem by id, with the column `answer`, or AReaL's `solutions`, of which one
+            suffices. An environment service has this as its `id2info`.
+        generateds: responses.
+        query_ids: id of the problem of each response.
+        max_workers: comparisons at the same time.
+
+    Returns:
+        1 for each right response, 0 for the others.
+
+    Raises:
+        KeyError: there is no such problem, or it has no answer.
+    """
+    verifier, places = shared_verifier(VERIFY_SECONDS), asyncio.Semaphore(max_workers)
+
+    async def right(query_id: str, generated: str) -> float:
+        async with places:
+            for solution in _solutions(id2info, query_id):
+                if (await verifier.verify(reference_answer(solution), generated)).right:
+                    return 1.0
+        return 0.0
+
+    async def compare() -> list[float]:
+        return await asyncio.gather(*map(right, query_ids, generateds))
+
+    return asyncio.run(compare())
+
+
+VERIFY_SECONDS = 5.0
+"""Computing time of one comparison by `math_verify`."""
+
+
+def _solutions(id2info: Mapping[str, Mapping[str, Any]], query_id: str) -> Sequence[str]:
+    if query_id not in id2info:
+        raise KeyError(f"id2info has no problem {query_id!r}: it has {sorted(id2info)[:3]}")
+    problem = id2info[query_id]
+    if "solutions" in problem:
+        return list(problem["solutions"])
+    if "answer" in problem:
+        return [str(problem["answer"])]
+    raise KeyError(f"the problem {query_id!r} has neither answer nor solutions: {sorted(problem)}")
 
 
 class _Checker:
