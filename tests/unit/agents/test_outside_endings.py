@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import aiohttp
 import numpy as np
 import openai
 import pytest
@@ -18,6 +19,8 @@ from agenticrun_workers.agents import AgentConfigError, AgentLimits, OutsideAgen
 from agenticrun_workers.agents.outside import agent as outside_agent
 from agenticrun_workers.agents.outside import endpoint
 from agenticrun_workers.agents.outside.messages import ApiError
+from agenticrun_workers.envs import Env
+from agenticrun_workers.launch.launcher import Node
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
 from outside_agents import (
     EPISODE,
@@ -151,10 +154,61 @@ def test_only_the_episodes_own_url_works_and_only_while_it_is_played(agent_of: A
         asyncio.run(say(urls[0], [user("?")]))
 
 
+OTHER_ADDRESS = "127.0.0.2"
+"""Not 127.0.0.1, as the address of a pod is not."""
+
+
+def test_in_the_network_an_episode_needs_its_own_token(
+    agent_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two episodes at once: the token of one is wrong for the other."""
+    monkeypatch.setattr(outside_agent, "current_node", lambda: Node("", OTHER_ADDRESS))
+    tokens: list[str] = []
+    both = asyncio.Barrier(2)
+
+    async def ask(base_url: str, key: str) -> Any:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as http:
+            return await http.chat.completions.create(model="policy", messages=[user("?")])
+
+    async def run(base_url: str, task: Any) -> None:
+        assert base_url.startswith(f"http://{OTHER_ADDRESS}:")
+        assert task.api_key not in base_url
+        assert task.api_key not in repr(task)
+        tokens.append(task.api_key)
+        await both.wait()
+        (other,) = set(tokens) - {task.api_key}
+        for wrong in (other, "any", task.api_key[:-1]):
+            with pytest.raises(openai.AuthenticationError, match="not the token") as refused:
+                await ask(base_url, wrong)
+            assert refused.value.code == "invalid_api_key"
+        async with aiohttp.ClientSession() as http:
+            async with http.post(task.reward_url, json={"reward": 9.0}) as answer:
+                assert answer.status == 401
+            headers = {"Authorization": f"Bearer {task.api_key}"}
+            async with http.post(task.reward_url, json={"reward": 1.0}, headers=headers) as answer:
+                assert answer.status == 200
+        with pytest.raises(openai.APIConnectionError):
+            await ask(base_url.replace(OTHER_ADDRESS, "127.0.0.1"), task.api_key)
+        await ask(base_url, task.api_key)
+        await both.wait()
+
+    async def episodes() -> list[Any]:
+        agent = OutsideAgent(
+            tokenizer=TOKENIZER, limits=LIMITS, run=agent_of(run), reachable_from="network"
+        )
+        policy, env = Says(["a", "b"]), cast(Env, Question())
+        playing = (agent.collect_trajectory(EPISODE, env, policy) for _ in range(2))
+        return await asyncio.wait_for(asyncio.gather(*playing), 60)
+
+    for (trajectory,) in asyncio.run(episodes()):
+        assert (trajectory.error, trajectory.score) == ("", 1.0)
+
+
 async def test_a_request_that_its_client_gives_up_is_given_up_in_the_engine() -> None:
     policy = Says(["a", "b"], delay=1000)
     one = session(policy)
-    async with endpoint.serving(one) as url:
+    async with endpoint.serving(one) as address:
+        url = address.url
         asking = asyncio.create_task(say(f"{url}/v1", [user("?")]))
         await eventually_in_loop(lambda: policy.begun, 60, "the engine is asked")
         asking.cancel()
@@ -316,6 +370,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"run": "json:dumps", "reward": "what"}, "reward: "),
     ({"run": "json:dumps", "timeoutSeconds": 0}, "timeoutSeconds"),
     ({"run": "json:dumps", "toolCallPattern": "("}, "toolCallPattern"),
+    ({"run": "json:dumps", "reachableFrom": "everywhere"}, "reachableFrom must be machine or net"),
     ({"run": "json:dumps", "other": 1}, "other"),
 ]
 

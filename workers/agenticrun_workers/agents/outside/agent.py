@@ -14,7 +14,7 @@ import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, EpisodeMetrics, Generate
 from agenticrun_workers.agents.chat import ChatFormat
-from agenticrun_workers.agents.outside.endpoint import serving
+from agenticrun_workers.agents.outside.endpoint import ANY_KEY, serving
 from agenticrun_workers.agents.outside.messages import HERMES
 from agenticrun_workers.agents.outside.session import Answer, Policy, Session
 from agenticrun_workers.agents.registry import register_agent
@@ -35,6 +35,7 @@ from agenticrun_workers.envs.calls import (
     raised,
     split_of,
 )
+from agenticrun_workers.launch import current_node
 from agenticrun_workers.plugins import PluginImportError, compile_pattern, imported
 from agenticrun_workers.types import StopReason, Trajectory, Turn
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 POSTED, ENVIRONMENT = "posted", "environment"
+MACHINE, NETWORK = "machine", "network"
 
 
 @register_agent("outside")
@@ -61,6 +63,7 @@ class OutsideAgent:
         tool_call_pattern: regular expression of a tool call in an answer. Its last group is JSON
             with name and arguments.
         timeout_seconds: limit of an episode, from the start of the program.
+        reachable_from: `machine` or `network`: who can reach the endpoint.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class OutsideAgent:
         model: str = "policy",
         tool_call_pattern: str = HERMES,
         timeout_seconds: float = 600.0,
+        reachable_from: str = MACHINE,
     ) -> None:
         if (run is None) == (command is None):
             raise ValueError("one of run and command must be given")
@@ -85,6 +89,9 @@ class OutsideAgent:
             raise ValueError(f"command must be a list of words, not {command!r}")
         if not isinstance(timeout_seconds, (int, float)) or not timeout_seconds > 0:
             raise ValueError(f"timeoutSeconds must be more than 0, not {timeout_seconds!r}")
+        if reachable_from not in (MACHINE, NETWORK):
+            raise ValueError(f"reachableFrom must be machine or network, not {reachable_from!r}")
+        self._network = reachable_from == NETWORK
         self._program = (
             function_program(function_at("run", run))
             if run is not None
@@ -112,7 +119,8 @@ class OutsideAgent:
         session = Session(self._policy, episode, generate)
         try:
             start = await self._envs.reset(env, episode.env_seed, episode.key.stream, episode.item)
-            async with serving(session) as url:
+            host = current_node().address if self._network else None
+            async with serving(session, host) as address:
                 split, model = split_of(episode.key.stream).value, self._policy.model
                 task = Task(
                     start.instruction,
@@ -121,9 +129,10 @@ class OutsideAgent:
                     split,
                     episode.env_seed,
                     model,
-                    f"{url}/reward",
+                    f"{address.url}/reward",
+                    address.api_key,
                 )
-                returned = await self._play(session, f"{url}/v1", task)
+                returned = await self._play(session, f"{address.url}/v1", task)
             branches = self._branches(session)
             rewards = await self._rewards(session, branches, returned, env, task, metrics)
         except EnvFault as fault:
@@ -276,9 +285,6 @@ def _posted(reward: float | None) -> float:
 PATIENCE_SECONDS = 1.0
 """Seconds that a cancelled coroutine may take to end before it is abandoned."""
 
-API_KEY = "none"
-"""Any key works, since the secret is in the URL."""
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -295,6 +301,8 @@ class Task:
     """Model name that the program requests."""
     reward_url: str
     """URL that accepts `{"reward": 1.0}`."""
+    api_key: str = field(default=ANY_KEY, repr=False)
+    """API key for both URLs. Without `reachableFrom: network` any other works, too."""
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -313,6 +321,7 @@ class Task:
             "seed",
             "model",
             "reward_url",
+            "api_key",
             "messages",
         )
         return {name: getattr(self, name) for name in names}
@@ -344,7 +353,7 @@ def command_program(command: Sequence[str]) -> Program:
     async def run(base_url: str, task: Task) -> None:
         own = {
             "OPENAI_BASE_URL": base_url,
-            "OPENAI_API_KEY": API_KEY,
+            "OPENAI_API_KEY": task.api_key,
             "AGENTICRUN_REWARD_URL": task.reward_url,
             "AGENTICRUN_TASK": json.dumps(task.body),
         }

@@ -1,17 +1,23 @@
 """OpenAI-compatible endpoint of an env worker.
 
-One server on this machine serves all episodes, each below a secret path. It listens only while
+One server serves all episodes of an env worker, each below a secret path. It listens only while
 episodes of outside agents are running.
+
+On 127.0.0.1 the path is the whole secret, so that an agent needs no more than a base_url. URLs end
+up in the logs of proxies, so at an address of the network clients also need the episode's token, as
+their API key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,47 +28,74 @@ from agenticrun_workers.agents.outside.session import Session
 
 log = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
+LOCALHOST = "127.0.0.1"
 MAX_BODY_BYTES = 64 * 1024 * 1024
 SECRET_BYTES = 24
+ANY_KEY = "none"
+"""API key where any key works."""
 PATHS = "chat/completions, responses, completions and models"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@asynccontextmanager
-async def serving(session: Session) -> AsyncIterator[str]:
-    """Serve an episode and yield the URL of its root, with `/v1` and `/reward` below it.
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Address of one episode."""
 
-    At the end, requests in progress are cancelled.
+    url: str
+    """`/v1` and `/reward` are below it."""
+    api_key: str = field(repr=False)
+
+
+@asynccontextmanager
+async def serving(session: Session, host: str | None = None) -> AsyncIterator[Address]:
+    """Serve an episode. At the end, requests in progress are cancelled.
+
+    Args:
+        session: session of the episode.
+        host: the address of this machine at which clients with the episode's token reach it. None:
+            127.0.0.1, without a token.
+
+    Raises:
+        OSError: the server cannot listen there.
     """
-    endpoint = _endpoints.setdefault(asyncio.get_running_loop(), Endpoint())
-    async with endpoint.serving(session) as url:
-        yield url
+    endpoints = _endpoints.setdefault(asyncio.get_running_loop(), {})
+    async with endpoints.setdefault(host, Endpoint(host)).serving(session) as address:
+        yield address
 
 
 class Endpoint:
     """Server that runs while it has sessions."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str | None) -> None:
+        self._needs_token = host is not None
+        self._host = host or LOCALHOST
         self._sessions: dict[str, Session] = {}
+        self._tokens: dict[str, str] = {}
+        """Token of each session that needs one."""
         self._requests: dict[str, set[asyncio.Task[Any]]] = {}
         self._changing = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self._port = 0
 
     @asynccontextmanager
-    async def serving(self, session: Session) -> AsyncIterator[str]:
+    async def serving(self, session: Session) -> AsyncIterator[Address]:
         """See `serving` of this module."""
         secret = secrets.token_urlsafe(SECRET_BYTES)
         async with self._changing:
             if self._runner is None:
                 await self._start()
             self._sessions[secret], self._requests[secret] = session, set()
+            if self._needs_token:
+                self._tokens[secret] = secrets.token_urlsafe(SECRET_BYTES)
+        host = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            yield f"http://{HOST}:{self._port}/s/{secret}"
+            yield Address(
+                f"http://{host}:{self._port}/s/{secret}", self._tokens.get(secret, ANY_KEY)
+            )
         finally:
             del self._sessions[secret]
+            self._tokens.pop(secret, None)
             under_way = self._requests.pop(secret)
             for request in under_way:
                 request.cancel()
@@ -84,13 +117,16 @@ class Endpoint:
             ]
         )
         # When a client disconnects, its request is also cancelled in the engine.
-        self._runner = web.AppRunner(
+        runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0)
-        await site.start()
-        self._port = self._runner.addresses[0][1]
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, 0).start()
+        except BaseException:
+            await runner.cleanup()
+            raise
+        self._runner, self._port = runner, runner.addresses[0][1]
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -103,6 +139,7 @@ class Endpoint:
                     "no episode is played at this base_url: it is over, or the URL is wrong",
                     code="unknown_session",
                 )
+            self._check_token(request, secret)
             task = asyncio.current_task()
             assert task is not None
             self._requests[secret].add(task)
@@ -122,6 +159,19 @@ class Endpoint:
             log.exception("a request of an outside agent failed")
             return web.json_response(
                 ApiError(500, "internal error; see the env worker's log").body, status=500
+            )
+
+    def _check_token(self, request: web.Request, secret: str) -> None:
+        """Raise `ApiError` if the episode has a token and the request does not."""
+        token = self._tokens.get(secret)
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if token is not None and not (
+            scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), token.encode())
+        ):
+            raise ApiError(
+                401,
+                "the API key is not the token of this episode: send task.api_key",
+                code="invalid_api_key",
             )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -164,7 +214,10 @@ class Endpoint:
         return self._sessions[request.match_info["secret"]]
 
 
-_endpoints: WeakKeyDictionary[asyncio.AbstractEventLoop, Endpoint] = WeakKeyDictionary()
+_endpoints: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str | None, Endpoint]] = (
+    WeakKeyDictionary()
+)
+"""Endpoints by event loop and host."""
 
 
 def _model_body(session: Session) -> dict[str, Any]:
