@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -16,7 +17,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from agenticrun_api import Activity, FinalReport, LiveConfig, Outcome, Progress
 from agenticrun_api.algorithm import Guards
-from agenticrun_api.names import TOKEN_HEADER
+from agenticrun_api.names import REPORTER_PORT, REPORTER_TOKEN_FILE, TOKEN_HEADER
+from agenticrun_workers.cli.source import ASK_CHECKPOINT
 from agenticrun_workers.reporting.sidecar import Reporter, StateFile
 from waiting import eventually
 
@@ -252,3 +254,22 @@ def _answers(port: int) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
+
+
+async def test_the_command_line_requests_a_checkpoint_in_the_head_pod(
+    sidecar: Sidecar, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    program = ASK_CHECKPOINT.replace(REPORTER_TOKEN_FILE, str(token))
+    program = program.replace(f":{REPORTER_PORT}/", f":{sidecar.http.port}/")
+    before = await sidecar.post(progress(1))
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await process.wait() == 0
+    after = await sidecar.post(progress(2))
+    assert (before["checkpoint"], after["checkpoint"]) == (0, 1)
+    token.write_text("wrong")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, stderr=asyncio.subprocess.DEVNULL
+    )
+    assert await process.wait() != 0

@@ -9,8 +9,10 @@ from agenticrun_workers.cli.check_env import check_env
 from agenticrun_workers.cli.control import checkpoint, resume, stop, suspend
 from agenticrun_workers.cli.convert import convert
 from agenticrun_workers.cli.debug import debug
+from agenticrun_workers.cli.doctor import doctor
 from agenticrun_workers.cli.evaluate import evaluate
 from agenticrun_workers.cli.export import export
+from agenticrun_workers.cli.init import init
 from agenticrun_workers.cli.report import report
 from agenticrun_workers.cli.run import run, validate
 from agenticrun_workers.cli.watch import logs, samples, watch
@@ -19,7 +21,6 @@ app = typer.Typer(
     help="Train LLM agents with reinforcement learning. `agenticrun run` trains on this "
     "machine, `kubectl apply` on Kubernetes.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(run)
@@ -30,6 +31,8 @@ app.command("eval")(evaluate)
 app.command()(export)
 app.command()(convert)
 app.command()(report)
+app.command()(doctor)
+app.command()(init)
 for command in (watch, samples, logs, stop, checkpoint, suspend, resume):
     app.command()(command)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,9 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agenticrun_workers.cli.common import Changes, give_up, load, look_in
-
-if TYPE_CHECKING:
-    from agenticrun_workers.envs.checking import Report
+from agenticrun_workers.findings import Report
 
 COLOURS = {"ok": "green", "warning": "yellow", "FAILED": "bold red", "-": "dim"}
 

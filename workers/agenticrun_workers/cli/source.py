@@ -7,6 +7,7 @@ The head pod serves the output folder (`kubectl exec`); once it is gone, object 
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import shutil
@@ -320,7 +321,7 @@ class ClusterSource:
     def __init__(self, kubectl: Kubectl, name: str) -> None:
         self._kubectl = kubectl
         self._name = name
-        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self._copy: Path | None = None
 
     def read(self, *, steps: int = ALL, samples: int = ALL) -> Reading:
         """See `RunSource`."""
@@ -449,8 +450,10 @@ class ClusterSource:
 
     def _folder(self) -> Path:
         if self._copy is None:
-            self._copy = tempfile.TemporaryDirectory(prefix="agenticrun-")
-        return Path(self._copy.name)
+            self._copy = Path(tempfile.mkdtemp(prefix="agenticrun-"))
+            # Readings outlive the source.
+            atexit.register(shutil.rmtree, self._copy, ignore_errors=True)
+        return self._copy
 
     def _fetch(self, run: AgenticRun, folder: Path, steps: int, samples: int) -> None:
         """Copy the output folder from the head pod, or from object storage."""

@@ -3,7 +3,7 @@
 For tests of environments, and for `agenticrun check-env`.
 """
 
-from agenticrun_workers.envs.checking.checklist import Finding, Verdict
-from agenticrun_workers.envs.checking.run_checks import Report, check_env
+from agenticrun_workers.envs.checking.run_checks import check_env
+from agenticrun_workers.findings import Finding, Report, Verdict
 
 __all__ = ["Finding", "Report", "Verdict", "check_env"]

@@ -10,8 +10,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -25,43 +23,8 @@ from agenticrun_workers.envs.checking.played_episodes import (
     events,
 )
 from agenticrun_workers.envs.env import EnvFault, HasVocabulary, Renders, TakesItem
+from agenticrun_workers.findings import Finding, failed, not_checked, ok, warning
 from agenticrun_workers.types import StopReason, Stream
-
-
-class Verdict(StrEnum):
-    OK = "ok"
-    WARNING = "warning"
-    """It trains, but not as well as it could."""
-    FAILED = "FAILED"
-    NOT_CHECKED = "-"
-    """Does not apply, or an earlier check failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check."""
-
-    verdict: Verdict
-    found: str = ""
-    advice: str = ""
-    """Advice on how to fix it."""
-
-
-def ok(found: str = "") -> Finding:
-    return Finding(Verdict.OK, found)
-
-
-def warning(found: str, advice: str) -> Finding:
-    return Finding(Verdict.WARNING, found, advice)
-
-
-def failed(found: str, advice: str) -> Finding:
-    return Finding(Verdict.FAILED, found, advice)
-
-
-def not_checked(why: str) -> Finding:
-    return Finding(Verdict.NOT_CHECKED, why)
-
 
 Check = Callable[[Subject], Awaitable[Finding]]
 

@@ -10,43 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from agenticrun_workers.envs.checking.checklist import (
     CHECKS,
     FIRST,
     Check,
-    Finding,
-    Verdict,
-    failed,
-    not_checked,
 )
 from agenticrun_workers.envs.checking.played_episodes import Subject
 from agenticrun_workers.envs.env import Env, EnvConfigError, EnvFault, make_env
-
-
-@dataclass(frozen=True)
-class Report:
-    """The findings of all checks, by name and in order."""
-
-    findings: Mapping[str, Finding]
-
-    @property
-    def failed(self) -> bool:
-        return any(finding.verdict is Verdict.FAILED for finding in self.findings.values())
-
-    def of(self, verdict: Verdict) -> dict[str, Finding]:
-        """Return the findings with this verdict."""
-        return {
-            name: finding for name, finding in self.findings.items() if finding.verdict is verdict
-        }
-
-    def assert_ok(self, *, warnings: bool = True) -> None:
-        """Raise `AssertionError` with every failure; `warnings=False` forbids warnings too."""
-        bad = self.of(Verdict.FAILED) | ({} if warnings else self.of(Verdict.WARNING))
-        lines = [f"{name}: {finding.found}. {finding.advice}" for name, finding in bad.items()]
-        assert not lines, "\n".join(lines)
+from agenticrun_workers.findings import Finding, Report, Verdict, failed, not_checked
 
 
 def check_env(

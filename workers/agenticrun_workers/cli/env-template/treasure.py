@@ -1,6 +1,6 @@
 """Treasure: find the number between 1 and `highest`; each answer says higher or lower.
 
-A template: copy the folder, rename the class, and write your own `reset` and `step`.
+A game to begin with: write your own `reset` and `step`, then change the tests to match.
 """
 
 import random
