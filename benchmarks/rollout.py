@@ -11,6 +11,10 @@ takes 0.9 of the time in which engines that never wait play a batch.
 - `utilization_eta<n>`: the least time in which an oracle, which knows all episodes beforehand,
   could have done the same steps, divided by the time taken with `staleness.max: <n>`. The oracle's
   time is a lower bound: engines never idle, or the longest episode decides.
+  `_in_order_of_arrival`: engines do not know which requests are urgent. `_future_known`: engines
+  begin with the episode that has most seconds left, which nobody can know; what this does not
+  reach, no order of requests does. `_uneven_engines`: engines of 1.6, 1.2, 0.8 and 0.4 times the
+  speed.
 - `baseline_utilization`: the same for a barrier with ROLL's synchronous rules: one thread for each
   environment, tied to the engine with the fewest environments; all groups begin together; the
   training step waits for the slowest one, and the engines for the training step.
@@ -36,6 +40,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -81,6 +86,8 @@ TOKENS_PER_SECOND = 50.0
 MEAN_TOKENS, MEAN_WAIT, SIGMA = 64.0, 1.0, 1.0
 STRAGGLERS, STRAGGLER_FACTOR = 0.01, 20.0
 WORKERS = 4
+UNEVEN = (1.6, 1.2, 0.8, 0.4)
+"""Speeds of engines; their mean is 1."""
 TRAINING_SHARE = 0.9
 SEED = 7
 
@@ -92,6 +99,10 @@ class Script:
     tokens_K: tuple[int, ...]
     waits_K: tuple[float, ...]
 
+    def seconds_from(self, turn: int) -> float:
+        """Seconds left at the beginning of a turn."""
+        return sum(self.tokens_K[turn:]) / TOKENS_PER_SECOND + sum(self.waits_K[turn:])
+
     @property
     def seat_seconds(self) -> float:
         """Seconds for which the episode uses an engine."""
@@ -100,7 +111,7 @@ class Script:
     @property
     def seconds(self) -> float:
         """Duration on engines that are never full."""
-        return self.seat_seconds + sum(self.waits_K)
+        return self.seconds_from(0)
 
 
 @cache
@@ -154,17 +165,40 @@ def oracle_seconds(steps: int, staleness: int) -> float:
     return ends[-1]
 
 
-class SimulatedEngine:
-    """An engine that samples for so many requests at once; others wait by their priority."""
+Order = Callable[[GenerationRequest], int]
+"""Returns the rank of a request: waiting requests with the smallest one go first."""
 
-    def __init__(self, in_order_of_arrival: bool = False) -> None:
+
+def by_priority(request: GenerationRequest) -> int:
+    """Rank requests as our episodes ask for."""
+    return request.priority
+
+
+def by_arrival(_: GenerationRequest) -> int:
+    """Rank all requests the same, so that the earliest goes first."""
+    return 0
+
+
+def by_future(request: GenerationRequest) -> int:
+    """Rank requests by their step, then by how long their episode still takes."""
+    _, group, member, *_, turn = request.request_id.rpartition("/")[2].split("-")
+    milliseconds = int(1000 * script(int(group), int(member)).seconds_from(int(turn)))
+    return int(group) // GROUPS * 10**9 - milliseconds
+
+
+class SimulatedEngine:
+    """An engine that samples for so many requests at once; others wait in this order."""
+
+    def __init__(self, order: Order = by_priority, speed: float = 1.0) -> None:
         self.version = 0
-        self._in_order_of_arrival = in_order_of_arrival
+        self._order = order
+        self._speed = speed
         self._free = SEATS
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
         self._sampling: dict[str, asyncio.Task[int]] = {}
         self._port = RequestPort(self._generate, self._abort)
+        self._port.seats = SEATS
 
     async def requests_address(self) -> Address:
         """See `EngineActor`."""
@@ -174,22 +208,22 @@ class SimulatedEngine:
         """End all connections."""
         await self._port.close()
 
-    async def sample(self, tokens: int, priority: int = 0) -> int:
+    async def sample(self, tokens: int, rank: int = 0) -> int:
         """Wait for a seat and sample; return the policy version of the first token."""
-        await self._seat(0 if self._in_order_of_arrival else priority)
+        await self._seat(rank)
         try:
             version = self.version
-            await asyncio.sleep(tokens / TOKENS_PER_SECOND)
+            await asyncio.sleep(tokens / TOKENS_PER_SECOND / self._speed)
         finally:
             self._leave()
         return version
 
-    async def _seat(self, priority: int) -> None:
+    async def _seat(self, rank: int) -> None:
         if self._free:
             self._free -= 1
             return
         called = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, next(self._arrivals), called))
+        heapq.heappush(self._waiting, (rank, next(self._arrivals), called))
         await called
 
     def _leave(self) -> None:
@@ -202,7 +236,7 @@ class SimulatedEngine:
 
     async def _generate(self, request: GenerationRequest) -> Generation:
         tokens = request.sampling.max_new_tokens
-        sampling = asyncio.create_task(self.sample(tokens, request.priority))
+        sampling = asyncio.create_task(self.sample(tokens, self._order(request)))
         self._sampling[request.request_id] = sampling
         try:
             return answer(tokens, await sampling)
@@ -309,9 +343,14 @@ class Played:
     """Groups that were too old, and were played for nothing."""
 
 
-async def play(staleness: int, steps: int, in_order_of_arrival: bool = False) -> Played:
-    """Train for some steps with our rollout, in virtual time."""
-    engines = [SimulatedEngine(in_order_of_arrival) for _ in range(ENGINES)]
+EVEN = (1.0,) * ENGINES
+
+
+async def play(
+    staleness: int, steps: int, order: Order = by_priority, speeds: Sequence[float] = EVEN
+) -> Played:
+    """Train for some steps with our rollout, in virtual time, on engines of these speeds."""
+    engines = [SimulatedEngine(order, speed) for speed in speeds]
     store, numbers = TrajectoryStore(), itertools.count()
     asked = pipeline("scripted", GROUPS, (1 + staleness) * GROUPS * GROUP_SIZE // WORKERS)
 
@@ -353,7 +392,7 @@ async def play(staleness: int, steps: int, in_order_of_arrival: bool = False) ->
 
 async def play_with_barrier(steps: int) -> float:
     """Train for some steps as ROLL does without `async_generation_ratio`; returns the seconds."""
-    engines = [SimulatedEngine(in_order_of_arrival=True) for _ in range(ENGINES)]
+    engines = [SimulatedEngine() for _ in range(ENGINES)]
 
     async def episode(number: int, plan: Script) -> None:
         engine = engines[number % ENGINES]  # the one with the fewest environments
@@ -377,10 +416,16 @@ def measure_utilization(steps: int) -> dict[str, float]:
         played = ours[staleness] = on_virtual_clock(play(staleness, steps))
         assert played.largest_age <= staleness, played
         oracle = oracle_seconds(steps, staleness)
-        arrival = on_virtual_clock(play(staleness, steps, in_order_of_arrival=True))
+        others = {
+            "in_order_of_arrival": play(staleness, steps, by_arrival),
+            "future_known": play(staleness, steps, by_future),
+            "uneven_engines": play(staleness, steps, speeds=UNEVEN),
+        }
+        figures[f"utilization_eta{staleness}"] = oracle / played.seconds
+        for name, other in others.items():
+            seconds = on_virtual_clock(other).seconds
+            figures[f"utilization_eta{staleness}_{name}"] = oracle / seconds
         figures |= {
-            f"utilization_eta{staleness}": oracle / played.seconds,
-            f"utilization_eta{staleness}_in_order_of_arrival": oracle / arrival.seconds,
             f"stale_groups_eta{staleness}": float(played.stale),
             f"seconds_per_step_eta{staleness}": played.seconds / steps,
         }

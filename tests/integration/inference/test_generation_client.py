@@ -52,7 +52,7 @@ class EchoEngine:
         return self._aborted
 
     async def load(self) -> int:
-        return self._port.load
+        return self._port.load.requests
 
     async def release(self) -> None:
         self._open.set()

@@ -10,7 +10,7 @@ import pytest
 
 from agenticrun_workers.inference import client as client_module
 from agenticrun_workers.inference.client import MAX_LOST_ENGINES, GenerationClient, RequestRefused
-from agenticrun_workers.inference.request_port import Address
+from agenticrun_workers.inference.request_port import Address, EngineLoad
 from agenticrun_workers.launch import ActorUnavailable
 from agenticrun_workers.types import GenerationRequest, SamplingParams
 from rollout_fakes import FakeEngine, Remote
@@ -171,3 +171,58 @@ async def test_a_request_of_which_engines_die_is_refused_at_last() -> None:
         await asyncio.wait_for(asking, 20)
     for engine in engines:
         await engine.close()
+
+
+async def engine_of_next_turn(load: EngineLoad, other: EngineLoad, prompt_tokens: int) -> str:
+    """Return "its own" or "other": which engine samples the second turn of a session."""
+    engines = {name: FakeEngine(ANSWER_T) for name in "ab"}
+    client = GenerationClient("c")
+    client.set_engines({name: Remote(engine) for name, engine in engines.items()})
+    first = await asyncio.wait_for(client.generate(request()), 20)
+    for name, link in client._links.items():
+        link.load = load if name == first.engine else other
+    prompt_T = np.ones(prompt_tokens, np.int32)
+    turn = GenerationRequest("a.2", "a", prompt_T, SamplingParams(100))
+    second = await asyncio.wait_for(client.generate(turn), 20)
+    client.set_engines({})
+    for engine in engines.values():
+        await engine.close()
+    await asyncio.sleep(0)  # the loop closes the connections
+    return "its own" if second.engine == first.engine else "other"
+
+
+@pytest.mark.parametrize(
+    ("load", "other", "prompt_tokens", "chosen"),
+    [
+        pytest.param(EngineLoad(7, 700, 8), EngineLoad(0, 0, 8), 1, "its own", id="a seat is free"),
+        pytest.param(EngineLoad(8, 800, 8), EngineLoad(2, 200, 8), 1, "other", id="full"),
+        pytest.param(EngineLoad(8, 800, 8), EngineLoad(9, 900, 8), 1, "its own", id="both full"),
+        pytest.param(
+            EngineLoad(8, 800, 8), EngineLoad(9, 90, 8), 1, "other", id="short requests are few"
+        ),
+        pytest.param(
+            EngineLoad(8, 800, 8), EngineLoad(7, 790, 8), 3200, "its own", id="a long prefix"
+        ),
+    ],
+)
+async def test_a_session_leaves_its_engine_only_for_one_that_is_sooner(
+    load: EngineLoad, other: EngineLoad, prompt_tokens: int, chosen: str
+) -> None:
+    assert await engine_of_next_turn(load, other, prompt_tokens) == chosen
+
+
+async def test_new_sessions_spread_over_engines_before_any_answers() -> None:
+    engines = {name: FakeEngine(ANSWER_T, lambda request: True) for name in "ab"}
+    client = GenerationClient("c")
+    client.set_engines({name: Remote(engine) for name, engine in engines.items()})
+    asking = [asyncio.create_task(client.generate(request(str(number)))) for number in range(8)]
+    await eventually_in_loop(
+        lambda: [len(engine.requests) for engine in engines.values()] == [4, 4], 60, "they spread"
+    )
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    client.set_engines({})
+    for engine in engines.values():
+        await engine.close()
+    await asyncio.sleep(0)  # the loop closes the connections

@@ -19,6 +19,7 @@ from agenticrun_workers.inference.request_port import (
     Abort,
     Address,
     Answer,
+    EngineLoad,
     Frames,
     RequestPort,
     connect,
@@ -134,7 +135,7 @@ async def test_a_request_that_is_given_up_in_the_same_breath_is_stopped(
         ("a", "")
     ] * 3
     assert (engine.begun, engine.in_flight) == (3, {})
-    await idle(lambda: port.load)
+    await idle(lambda: port.load.requests)
     frames.close()
 
 
@@ -189,7 +190,7 @@ async def test_a_request_whose_client_leaves_in_the_same_breath_is_stopped(
     reader.feed_data(sent.data)
     reader.feed_eof()
     await port._serve(reader, Written())  # type: ignore[arg-type]
-    await idle(lambda: port.load)
+    await idle(lambda: port.load.requests)
     assert (engine.begun, engine.in_flight) == (1, {})
 
 
@@ -203,7 +204,7 @@ async def test_an_id_that_is_repeated_after_its_abort_is_aborted_when_the_client
         frames.write(message)
     await answers(frames, 1)
     frames.close()
-    await idle(lambda: port.load)
+    await idle(lambda: port.load.requests)
     assert engine.begun == 2
 
 
@@ -216,7 +217,7 @@ async def asked_while_it_sleeps(
     frames = await connect(await made.requests_address(), "w")
     frames.write(requests)
     await eventually_in_loop(
-        lambda: made._port.load == len(requests), 60, "the actor has read the requests"
+        lambda: made._port.load.requests == len(requests), 60, "the actor has read the requests"
     )
     return made, frames
 
@@ -264,7 +265,7 @@ async def test_a_request_that_is_given_up_as_its_engine_gets_its_weights_is_stop
     made, frames = await asked_while_it_sleeps(engine, ask("a"), closing)
     await made.finish_update()
     await made._abort(["w.0/a"])
-    await idle(lambda: made._port.load)
+    await idle(lambda: made._port.load.requests)
     assert engine.in_flight == {}
     frames.close()
 
@@ -338,3 +339,41 @@ async def test_a_broken_engine_answers_nothing_so_that_its_clients_ask_another_o
 
 async def failing(request: GenerationRequest) -> Generation:
     raise EngineError("out of memory")
+
+
+def asks(max_new_tokens: int) -> GenerationRequest:
+    return GenerationRequest("a", "a", np.ones(1, np.int32), SamplingParams(max_new_tokens))
+
+
+def test_a_load_expects_what_its_last_responses_took_but_no_more_than_the_request_allows() -> None:
+    load = EngineLoad(seats=2)
+    assert load.expected(asks(100)) == 100
+    expected = load.expected(asks(100))
+    load = load.begun(expected)
+    assert (load.requests, load.tokens, load.full) == (1, 100, False)
+    assert load.begun(0).full
+    load = load.ended(expected, generation(np.ones(10, np.int32), FinishReason.STOP))
+    assert (load.requests, load.tokens) == (0, 0)
+    assert load.expected(asks(100)) == 10
+    assert load.expected(asks(4)) == 4
+
+
+def test_aborted_and_failed_requests_say_nothing_about_the_length_of_responses() -> None:
+    load = EngineLoad(response=50.0).begun(50).begun(50)
+    load = load.ended(50, None)
+    load = load.ended(50, generation(np.ones(1, np.int32), FinishReason.ABORT))
+    assert load == EngineLoad(response=50.0)
+
+
+async def test_answers_tell_the_load_of_all_clients(closing: AsyncExitStack) -> None:
+    port = port_of(Engine(), closing)
+    port.seats = 8
+    one, two = [await connect(await port.address(), name) for name in "ab"]
+    one.write(ask("endless"))
+    await eventually_in_loop(lambda: port.load.requests == 1, 60, "it has begun")
+    two.write(ask("short", 1, 2, 3))
+    _, load = await two.read()
+    assert (load.requests, load.seats, load.response) == (1, 8, 3)
+    for frames in (one, two):
+        frames.close()
+    await idle(lambda: port.load.requests)

@@ -118,6 +118,7 @@ class EngineActor:
                 raise InvalidConfig("spec.model.path", str(error)) from error
             except EngineStartError as error:
                 raise InvalidConfig("spec.pipeline.actorInfer.strategy", str(error)) from error
+        self._port.seats = self._engine.stats().seats
         self._watcher = asyncio.create_task(self._watch(), name="engine-health")
 
     async def sleep(self) -> None:
@@ -223,6 +224,7 @@ class EngineActor:
             await asyncio.sleep(POLL_SECONDS)
             try:
                 await self._engine.check_health()
+                self._port.seats = self._engine.stats().seats
             except EngineError as error:
                 self._record_failure(error)
             except Exception as error:

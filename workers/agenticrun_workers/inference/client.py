@@ -1,7 +1,8 @@
 """GenerationClient: sends the requests of many episodes to the engines and returns the responses.
 
-Requests of one tick of the event loop travel in one message (`request_port`). A session stays on
-its engine, which caches its prefix; a new session goes to the less loaded of two random engines.
+Requests of one tick of the event loop travel in one message (`request_port`). A new session goes to
+that of two random engines which has fewer tokens to sample. It stays there, because the engine
+caches its prefix, until the engine is full and another one would be sooner, the prefix included.
 When an engine dies or cannot be reached, its requests go to another engine or wait for its
 replacement. Only the responses in flight are lost, because a prompt holds all tokens so far.
 """
@@ -15,7 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from agenticrun_workers.inference.request_port import Abort, Address, Answer, Frames, connect
+from agenticrun_workers.inference.request_port import (
+    Abort,
+    Address,
+    Answer,
+    EngineLoad,
+    Frames,
+    connect,
+)
 from agenticrun_workers.launch import ActorDied, ActorHandle, ActorUnavailable
 from agenticrun_workers.types import Generation, GenerationRequest
 
@@ -24,6 +32,11 @@ log = logging.getLogger(__name__)
 RECONNECT_SECONDS = 0.5
 ADDRESS_SECONDS = 5.0
 """Longest wait for an engine's address. The call gets no answer while the network is lost."""
+PROMPT_TOKENS_PER_SAMPLED = 32
+"""Prompt tokens that cost an engine about as much as one sampled token.
+
+Prompts are computed at once, and tokens sampled one by one: 20 to 100 times slower on GPUs.
+"""
 MAX_LOST_ENGINES = 3
 """Engines that may die of a request. Otherwise one that crashes them would end all of them."""
 
@@ -54,7 +67,8 @@ class _EngineLink:
         self.handle = handle
         self.in_flight: dict[str, _Waiting] = {}
         self.outgoing: list[GenerationRequest] = []
-        self.reported_load = 0
+        self.load = EngineLoad()
+        """As the engine told last, with what was sent to it since then."""
         self.frames: Frames | None = None
         """The connection, if there is one. Without it requests wait in `in_flight`."""
         self.reachable = True
@@ -63,9 +77,11 @@ class _EngineLink:
         """Requests that were sent on the connection that broke last, until there is another."""
         self.listener: asyncio.Task[None] | None = None
 
-    @property
-    def load(self) -> int:
-        return max(self.reported_load, len(self.in_flight))
+    def take(self, waiting: _Waiting) -> None:
+        """Put a request into the next message to the engine."""
+        self.in_flight[waiting.request.request_id] = waiting
+        self.outgoing.append(waiting.request)
+        self.load = self.load.begun(self.load.expected(waiting.request))
 
 
 class GenerationClient:
@@ -139,23 +155,28 @@ class GenerationClient:
             return  # set_engines flushes again
         unsent, self._unsent = self._unsent, []
         for waiting in unsent:
-            link = self._choose(waiting.request.session)
-            link.in_flight[waiting.request.request_id] = waiting
-            link.outgoing.append(waiting.request)
+            self._choose(waiting.request).take(waiting)
         for link in self._links.values():
             requests, link.outgoing = link.outgoing, []
             if requests and link.frames is not None:
                 link.frames.write(requests)
 
-    def _choose(self, session: str) -> _EngineLink:
+    def _choose(self, request: GenerationRequest) -> _EngineLink:
+        """Return the engine that holds the prefix, unless another one is worth the loss of it."""
         reachable = [link for link in self._links.values() if link.reachable]
-        held = self._links.get(self._sessions.get(session, ""))
-        if held is not None and (held.reachable or not reachable):
+        held = self._links.get(self._sessions.get(request.session, ""))
+        if held is not None and not held.reachable and reachable:
+            held = None
+        if held is not None and not held.load.full:
             return held
         links = reachable or list(self._links.values())
         candidates = self._random.sample(links, k=min(2, len(links)))
-        link = min(candidates, key=lambda candidate: candidate.load)
-        self._sessions[session] = link.engine_id
+        link = min(candidates, key=lambda candidate: candidate.load.tokens)
+        if held is not None:
+            prefix = len(request.prompt_tokens) / PROMPT_TOKENS_PER_SAMPLED
+            if held.load.tokens <= link.load.tokens + prefix:
+                return held
+        self._sessions[request.session] = link.engine_id
         return link
 
     async def _listen(self, link: _EngineLink) -> None:
@@ -195,7 +216,7 @@ class GenerationClient:
         link.outgoing, link.frames = [], frames
         try:
             while True:
-                answers, link.reported_load = await frames.read()
+                answers, link.load = await frames.read()
                 for answer in answers:
                     self._deliver(link, answer)
         except (OSError, EOFError):

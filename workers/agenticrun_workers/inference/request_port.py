@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agenticrun_workers.serialization import pack, unpack
-from agenticrun_workers.types import Generation, GenerationRequest
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,51 @@ class Answer:
     request_id: str
     generation: Generation | None
     error: str = ""
+
+
+LAST_RESPONSES = 64
+"""Number of responses over which `EngineLoad.response` is a moving average."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The work of an engine, which its clients get with every answer."""
+
+    requests: int = 0
+    """Requests of all clients in flight."""
+    tokens: float = 0.0
+    """Tokens that they are expected to sample."""
+    seats: int = 1
+    """Largest number of requests that the engine computes at once."""
+    response: float | None = None
+    """Mean tokens of its last responses; None = there is none yet."""
+
+    @property
+    def full(self) -> bool:
+        """True if another request would wait."""
+        return self.requests >= self.seats
+
+    def expected(self, request: GenerationRequest) -> float:
+        """Return how many tokens a request will probably sample.
+
+        `max_new_tokens` alone tells little: it is the same for short and long responses.
+        """
+        limit = request.sampling.max_new_tokens
+        return limit if self.response is None else min(limit, self.response)
+
+    def begun(self, tokens: float) -> EngineLoad:
+        """Return the load with another request that is expected to sample so many tokens."""
+        return replace(self, requests=self.requests + 1, tokens=self.tokens + tokens)
+
+    def ended(self, tokens: float, generation: Generation | None) -> EngineLoad:
+        """Return the load without such a request, of which this generation has come."""
+        mean = self.response
+        if generation is not None and generation.finish is not FinishReason.ABORT:
+            length = len(generation.tokens_T)
+            mean = length if mean is None else mean + (length - mean) / LAST_RESPONSES
+        requests = self.requests - 1
+        left = self.tokens - tokens if requests else 0.0  # exactly: no error adds up
+        return replace(self, requests=requests, tokens=left, response=mean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +174,20 @@ class RequestPort:
         self._server: asyncio.Server | None = None
         self._opening = asyncio.Lock()
         self._numbers = itertools.count()
+        self.load = EngineLoad()
+        """Of all clients."""
         self.tasks: set[asyncio.Task[None]] = set()
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         """By the task that serves them."""
 
     @property
-    def load(self) -> int:
-        """Number of requests of all clients in flight."""
-        return len(self.tasks)
+    def seats(self) -> int:
+        """Largest number of requests that the engine computes at once."""
+        return self.load.seats
+
+    @seats.setter
+    def seats(self, seats: int) -> None:
+        self.load = replace(self.load, seats=seats)
 
     async def address(self) -> Address:
         """Return the address. The first call begins to listen."""
@@ -246,10 +297,14 @@ class _Connection:
 
     async def _answer(self, request_id: str, engine_request: GenerationRequest) -> None:
         """Answer a request, which the client knows as `request_id` and the engine by another id."""
+        port = self._port
+        expected = port.load.expected(engine_request)
+        port.load = port.load.begun(expected)
         try:
-            answer = Answer(request_id, await self._port.generate(engine_request))
+            answer = Answer(request_id, await port.generate(engine_request))
         except Exception as error:  # only this request fails
             answer = Answer(request_id, None, f"{type(error).__name__}: {error}")
+        port.load = port.load.ended(expected, answer.generation)
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._flush)
         self._answers.append(answer)
