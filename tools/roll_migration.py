@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import io
 import json
 import logging
@@ -29,16 +28,13 @@ from rich.console import Console
 from agenticrun_api import AgenticRun, InvalidRun, parse_run
 from agenticrun_workers.convert import Conversion, ConvertError, compose, convert
 from agenticrun_workers.convert.outcome import ConvertExit, exit_code, lines_for_a_person
+from agenticrun_workers.convert.tiny import tiny
 from agenticrun_workers.driver.local import run_locally
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.env_worker import describe_envs
 
-ANSWER_TOKENS = 8
-TURNS = 2
 PROBLEMS = [("1 + 1", "2"), ("2 + 3", "5"), ("7 - 4", "3"), ("2 * 3", "6")] * 5
 """Questions and answers that stand in for a data set."""
-WORDS = [chr(code) for code in range(32, 127)]
-"""Every ASCII character, so that the tiny model reads these problems."""
 
 
 @dataclass(frozen=True)
@@ -66,43 +62,19 @@ def agentic_files(checkout: Path) -> list[Path]:
     )
 
 
-def tiny(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], bool]:
-    """Return the run for one step on this machine, and whether a data set was replaced.
+def on_this_machine(document: dict[str, Any], folder: Path) -> tuple[dict[str, Any], bool]:
+    """Return the tiny run, and whether a data set was replaced.
 
     Args:
         document: the converted run.
         folder: scratch folder for recordings and data sets.
     """
-    document = copy.deepcopy(document)
-    spec = document["spec"]
-    sizes = {"hiddenSize": 32, "layers": 1, "heads": 2, "intermediateSize": 64}
-    spec["model"] = {"initialize": {**sizes, "words": WORDS}}
-    spec["roles"], spec["checkpoint"] = {}, {"none": True}
-    spec["tracking"] = {"tensorboard": False, "console": False}
-    spec.pop("placement", None)
-    pipeline = spec["pipeline"]
-    pipeline["maxSteps"] = 1
-    train, val = pipeline["trainEnvs"], pipeline.get("valEnvs")
-    for part in filter(None, (train, val)):
-        part["groups"] = len(part["tags"])
-        part.pop("partition", None)
-    size = train.get("groupSize", 1)
-    train["groups"] *= 2 if size == 1 else 1
-    pipeline["rolloutBatchSize"] = train["groups"] * size
-    if val:
-        pipeline["valBatchSize"] = val["groups"] * val.get("groupSize", 1)
-    actor = pipeline["actorTrain"]
-    actor.pop("strategy", None)
-    actor["training"].pop("miniBatchSize", None)
-    pipeline["actorInfer"].pop("strategy", None)
-    for role in ("critic", "reference"):
-        pipeline.get(role, {}).pop("path", None)
+    document = tiny(document)
+    pipeline = document["spec"]["pipeline"]
     if "to" in pipeline.get("record", {}):
         pipeline["record"]["to"] = str(folder / "records")
     made_up = False
     for number, env in enumerate(pipeline["envs"]):
-        env["maxSteps"] = min(env["maxSteps"], TURNS)
-        env["maxTokensPerStep"] = min(env["maxTokensPerStep"], ANSWER_TOKENS)
         if "dataset" in env:
             env["dataset"], made_up = _stand_in(env["dataset"], folder / f"{number}.jsonl"), True
     return document, made_up
@@ -142,7 +114,7 @@ def _problem(conversion: Conversion) -> str:
 def _first_step(conversion: Conversion) -> tuple[bool, bool, str]:
     """Train one step; return success, whether data was made up, and the reason of a failure."""
     with tempfile.TemporaryDirectory(prefix="roll-migration-") as folder:
-        document, made_up = tiny(conversion.document, Path(folder))
+        document, made_up = on_this_machine(conversion.document, Path(folder))
         try:
             run: AgenticRun = parse_run(document)
             report = run_locally(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from agenticrun_api import parse_run
@@ -15,6 +16,7 @@ from agenticrun_workers.cli import app
 from agenticrun_workers.convert import Conversion, ConvertError, Fate, compose, convert
 from agenticrun_workers.convert.converter import Composition
 from agenticrun_workers.convert.outcome import ConvertExit, exit_code, lines_for_a_person, summary
+from agenticrun_workers.envs import make_env
 from agenticrun_workers.rollout.env_worker import describe_envs
 
 DATA = Path(__file__).parents[2] / "data/roll"
@@ -197,6 +199,23 @@ def test_older_names_buckets_and_recordings_are_read() -> None:
     )
 
 
+def test_env_managers_sample_where_actor_infer_has_no_settings() -> None:
+    composition = compose(DATA / "agentic/sokoban_lora.yaml")
+    pipeline = parse_run(convert(composition, "x").document).spec.pipeline
+    infer = pipeline.actor_infer
+    assert (infer.generating.temperature, infer.generating.allow_truncated_sampling) == (0.9, False)
+    greedy = infer.validation_generating
+    assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.3, 0.95, 40)
+    assert [env.max_tokens_per_step for env in pipeline.envs] == [24, 24]
+    composition.config["actor_infer"]["generating_args"] = {"temperature": 0.5, "top_p": 1.0}
+    infer = parse_run(convert(composition, "x").document).spec.pipeline.actor_infer
+    assert (infer.generating.temperature, infer.validation_generating.temperature) == (0.5, 0.5)
+    composition.config["actor_infer"]["generating_args"] = None
+    composition.config["val_env_manager"]["generating_args"] = {"do_sample": False}
+    infer = parse_run(convert(composition, "x").document).spec.pipeline.actor_infer
+    assert infer.validation_generating.temperature == 0
+
+
 def test_a_system_template_is_a_text_as_in_roll() -> None:
     pipeline = parse_run(convert(compose(DATA / "agentic/sokoban_lora.yaml"), "x").document).spec
     template = pipeline.pipeline.envs[0].agent.config["systemTemplate"]
@@ -263,6 +282,7 @@ def test_a_game_in_pictures_becomes_one_in_text() -> None:
         ),
         (game("sokoban", env_manager_cls="StepEnvManager"), "adv_estimator", "C24"),
         ({"adv_estimator": "gae", "ppo_epochs": 2}, "ppo_epochs", "C33"),
+        ({"adv_estimator": "gae"}, "critic", "C15, C16"),
         ({"reward_clip": 5}, "reward_clip", "C30"),
         ({"loss_agg_mode": "token-mean"}, "loss_agg_mode", "C1"),
         ({"async_generation_ratio": 1}, "async_generation_ratio", "C37"),
@@ -313,8 +333,6 @@ def test_what_computes_something_else_is_told_with_its_reason(
 
 
 def test_the_command_writes_what_a_person_must_do_into_the_run(tmp_path: Path) -> None:
-    import yaml
-
     file, out = tmp_path / "roll.yaml", tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(merged(BASE, {"pretrain": "Qwen/Qwen3-30B-A3B"})))
     result = CliRunner().invoke(app, ["convert", str(file), "-o", str(out)])
@@ -324,6 +342,28 @@ def test_the_command_writes_what_a_person_must_do_into_the_run(tmp_path: Path) -
     detailed = CliRunner().invoke(app, ["convert", str(file), "--details"])
     assert "train_env_manager.group_size" in detailed.stderr
     assert "train_env_manager.group_size" not in result.stderr
+
+
+def test_the_first_step_runs_on_this_machine(tmp_path: Path) -> None:
+    file, out = DATA / "agentic/sokoban_lora.yaml", tmp_path / "first.yaml"
+    result = CliRunner().invoke(app, ["convert", str(file), "--first-step", "-o", str(out)])
+    assert result.exit_code == ConvertExit.READY
+    run = parse_run(yaml.safe_load(out.read_text()))
+    assert run.spec.model.initialize is not None
+    assert run.spec.pipeline.actor_train.lora is not None
+    assert run.spec.pipeline.rollout_batch_size == 8  # one group of each tag
+    trained = CliRunner().invoke(
+        app, ["run", "-f", str(out), "--in-process", "-o", str(tmp_path / "out")]
+    )
+    assert trained.exit_code == 0, trained.output
+
+
+def test_a_shop_s_warning_is_in_the_report_only(caplog: pytest.LogCaptureFixture) -> None:
+    shop = game("webshop", {"num_products": 7})
+    assert "made-up" in str(notes(converted(shop), Fate.PERSON))
+    assert "made-up" not in caplog.text
+    make_env("webshop", {"numProducts": 8})
+    assert "made-up products" in caplog.text
 
 
 def test_shell_variables_that_are_not_set_are_secrets_or_told(

@@ -35,6 +35,13 @@ def convert(
         bool,
         typer.Option("--details", help="Report every field, not only what a person must read."),
     ] = False,
+    first_step: Annotated[
+        bool,
+        typer.Option(
+            "--first-step",
+            help="Write a run of one step with a tiny model, for `agenticrun run --in-process`.",
+        ),
+    ] = False,
 ) -> None:
     """Convert a ROLL YAML to an AgenticRun.
 
@@ -51,6 +58,7 @@ def convert(
         show_details,
         summary,
     )
+    from agenticrun_workers.convert.tiny import tiny
 
     try:
         conversion = converted(compose(file, config_dir), file.stem)
@@ -64,7 +72,8 @@ def convert(
     for line in summary(conversion, file.name):
         typer.echo(line, err=True)
     todo = "".join(f"# needs a person: {line}\n" for line in lines_for_a_person(conversion))
-    text = todo + as_yaml(conversion.document)
+    document = tiny(conversion.document) if first_step else conversion.document
+    text = todo + as_yaml(document)
     if output is None:
         typer.echo(text, nl=False)
     else:

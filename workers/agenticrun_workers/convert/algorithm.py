@@ -108,6 +108,13 @@ def _estimator(top: View, notes: Notes) -> tuple[str, Spec]:
     _lone_members(grouping, types, size, name, notes)
     if name == "gigpo":
         return name, _gigpo(grouping, types, size, notes)
+    if name == "gae":
+        notes.changed(
+            "critic",
+            "gae",
+            "returns and advantages are over response tokens only, and the critic's gradient does "
+            "not grow with ranks and micro-batches; in ROLL both (C15, C16)",
+        )
     if is_step_wise(top) and name != "step_reinforce":
         return _rows(top, name, notes), {"grouping": grouping, **types}
     if name == "grpo":

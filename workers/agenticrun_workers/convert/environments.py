@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 from agenticrun_workers.convert.fields import Notes, View
+from agenticrun_workers.convert.role_fields import sampler
 from agenticrun_workers.envs import make_env
 from agenticrun_workers.plugins import PluginConfigError, PluginError, camel_case
 
@@ -134,7 +138,7 @@ def _class_of(path: Any) -> str:
 
 
 def _max_new_tokens(top: View) -> int:
-    return int(top.section("actor_infer").section("generating_args")["max_new_tokens"])
+    return int(top.section(sampler(top)).section("generating_args")["max_new_tokens"])
 
 
 def _environment(tag: str, env: View, max_new_tokens: int, notes: Notes) -> Spec:
@@ -542,9 +546,22 @@ def _special(key: str, value: Any, name: str, notes: Notes) -> dict[str, Any]:
     return {}
 
 
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep warnings of environments back: the report says the same."""
+    log = logging.getLogger("agenticrun_workers.envs")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
 def _checked(kind: str, config: dict[str, Any], path: str, notes: Notes) -> dict[str, Any]:
     try:
-        make_env(kind, config)
+        with _silent():
+            make_env(kind, config)
     except PluginConfigError as error:
         notes.person(path, config, f"{error}: change spec.pipeline.envs[].config")
     except PluginError as error:

@@ -20,6 +20,7 @@ from agenticrun_workers.convert.fields import (
 )
 from agenticrun_workers.convert.role_fields import (
     NO_DISTILLATION,
+    VALIDATION_GENERATING_ARGS,
     only,
     role,
     with_clip_range,
@@ -41,7 +42,7 @@ ENV_MANAGER: Fields = {
                 "another model plays: here only the policy does; remove llm_proxy",
                 "policy",
             ),
-            "proxy_config": cannot("only the policy plays", None, {}),
+            "proxy_config": cannot("settings of another model: remove llm_proxy", None, {}),
         }
     ),
     "num_env_groups": mapped("trainEnvs.groups, valEnvs.groups", 128),
@@ -74,6 +75,7 @@ VAL_ENV_MANAGER: Fields = {
     **ENV_MANAGER,
     "group_size_redundancy": adapted("validation waits for every trajectory", 0),
     "max_env_num_per_worker": adapted("validation plays on the training's env pods", 0),
+    "generating_args": Section(VALIDATION_GENERATING_ARGS),
     "group_filter_cls": dropped("validation keeps every group"),
     "system_envs": adapted("validation plays on the training's env pods"),
 }

@@ -20,7 +20,9 @@ from agenticrun_workers.convert.role_fields import (
     PARALLEL_SIZES,
     SCHEDULES,
     engine,
+    sampler,
     trainer,
+    validation_sampler,
 )
 
 Spec = dict[str, Any]
@@ -186,20 +188,18 @@ def _data_parallel(top: View) -> int:
 
 
 def actor_infer(top: View, *, corrects: bool, notes: Notes) -> Spec:
-    """Return `actorInfer`. ROLL uses the same sampling for training and validation."""
-    given = top.section("actor_infer").section("generating_args")
+    """Return `actorInfer`. With generating_args of actor_infer ROLL uses them in validation too."""
+    role, validating = sampler(top), validation_sampler(top)
+    given = top.section(role).section("generating_args")
     temperature, top_p, top_k = given["temperature"], given["top_p"], max(0, given["top_k"])
-    path = "actor_infer.generating_args"
-    validation = {
-        "temperature": temperature if given["do_sample"] else 0.0,
-        "topP": top_p,
-        "topK": top_k,
-    }
-    notes.adapted(
-        f"{path} (validation)",
-        temperature,
-        "validationGenerating is the sampling of training, as in ROLL; 0 is greedy (C20)",
-    )
+    path = f"{role}.generating_args"
+    validation = _validation(top.section(validating).section("generating_args"))
+    if validating == role:
+        notes.adapted(
+            f"{path} (validation)",
+            validation["temperature"],
+            "validationGenerating is the sampling of training, as in ROLL; 0 is greedy (C20)",
+        )
     if temperature == 0:
         notes.person(
             f"{path}.temperature",
@@ -229,6 +229,14 @@ def actor_infer(top: View, *, corrects: bool, notes: Notes) -> Spec:
         "strategy": infer_strategy(top, notes),
         "generating": sampling,
         "validationGenerating": validation,
+    }
+
+
+def _validation(given: View) -> Spec:
+    return {
+        "temperature": given["temperature"] if given["do_sample"] else 0.0,
+        "topP": given["top_p"],
+        "topK": max(0, given["top_k"]),
     }
 
 

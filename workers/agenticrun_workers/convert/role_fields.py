@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from agenticrun_workers.convert.fields import (
@@ -54,6 +55,29 @@ def engine(top: View) -> str:
     return ENGINES.get(
         top.section("actor_infer").section("strategy_args")["strategy_name"], "transformers"
     )
+
+
+def sampler(top: View) -> str:
+    """Return the section with the sampling of training: actor_infer's, if it has one."""
+    given = "generating_args" in top.section("actor_infer")
+    manager = "generating_args" in top.section("train_env_manager")
+    return "train_env_manager" if manager and not given else "actor_infer"
+
+
+def validation_sampler(top: View) -> str:
+    """Return the section with the sampling of validation."""
+    own = "generating_args" in top.section("val_env_manager")
+    return (
+        "val_env_manager"
+        if own and "generating_args" not in top.section("actor_infer")
+        else sampler(top)
+    )
+
+
+def with_actor_infers_sampling(top: View) -> str:
+    """Return the reason why ROLL ignores the sampling of env managers, or an empty text."""
+    given = "generating_args" in top.section("actor_infer")
+    return "actor_infer.generating_args replaces it, as in ROLL" if given else ""
 
 
 def only(*estimators: str) -> Unread:
@@ -333,8 +357,8 @@ TRAINING_ARGS: Fields = {
 }
 
 _VALIDATION_TOO = (
-    "spec.pipeline.actorInfer.generating, and validationGenerating: "
-    "ROLL validates with the same sampling"
+    "spec.pipeline.actorInfer.generating, and validationGenerating unless val_env_manager has "
+    "its own"
 )
 GENERATING_ARGS: Fields = {
     "do_sample": cannot(
@@ -362,6 +386,31 @@ GENERATING_ARGS: Fields = {
     "include_stop_str_in_output": dropped("no stop strings"),
     "logprobs": dropped("log-probs are always recorded", 0),
 }
+
+MANAGERS_GENERATING_ARGS: Fields = {
+    key: replace(field, unread=with_actor_infers_sampling)
+    for key, field in GENERATING_ARGS.items()
+    if isinstance(field, Field)
+}
+"""Of train_env_manager. ROLL reads them if actor_infer has none."""
+VALIDATION_GENERATING_ARGS: Fields = {
+    **MANAGERS_GENERATING_ARGS,
+    **{
+        key: mapped(
+            f"spec.pipeline.actorInfer.validationGenerating.{ours}",
+            _default(GENERATING_ARGS[key]),
+            with_actor_infers_sampling,
+        )
+        for key, ours in (("temperature", "temperature"), ("top_p", "topP"), ("top_k", "topK"))
+    },
+    "do_sample": mapped(
+        "validationGenerating.temperature: 0 without sampling", True, with_actor_infers_sampling
+    ),
+    "max_new_tokens": adapted(
+        "the limit of training holds for validation too", 8192, with_actor_infers_sampling
+    ),
+}
+"""Of val_env_manager."""
 
 _LENGTHS = dropped("rows are packed up to maxTokensPerMicroBatch")
 _NO_EFFECT = "ROLL's YAML could never set it (C14): spec.pipeline.algorithm"
@@ -483,7 +532,9 @@ def role(name: Literal["actor_train", "actor_infer", "reference", "critic", "env
     fields["generating_args"] = (
         Section(GENERATING_ARGS)
         if samples
-        else Section({}, rest=dropped("only actor_infer's are read: ROLL replaces these by them"))
+        else Section(MANAGERS_GENERATING_ARGS)
+        if name == "env"
+        else Section({}, rest=dropped("only those of actor_infer and env managers are read"))
     )
     models = MODEL_ARGS if name == "actor_train" else OTHERS_MODEL_ARGS
     fields["model_args"] = (
