@@ -216,6 +216,31 @@ def test_env_managers_sample_where_actor_infer_has_no_settings() -> None:
     assert infer.validation_generating.temperature == 0
 
 
+def test_environments_of_older_files_are_read() -> None:
+    older = {
+        "env_type": "sokoban",
+        "max_actions_per_traj": 30,
+        "max_steps_per_traj": 20,
+        "env_instruction": "Push.",
+        "env_config": {"dim_x": 5, "dim_y": 7, "num_boxes": 1},
+    }
+    conversion = converted({"custom_envs": {"Game": older}})
+    (env,) = parse_run(conversion.document).spec.pipeline.envs
+    assert env.max_steps == 20
+    assert env.config == {"rows": 5, "columns": 7, "boxes": 1, "instruction": "Push."}
+    assert exit_code(conversion) is ConvertExit.READY
+
+
+def test_files_of_other_pipelines_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "rlvr.yaml"
+    file.write_text("pretrain: x-7B\nrewards: {}\n")
+    with pytest.raises(ConvertError, match="only files of ROLL's agentic pipeline"):
+        convert(compose(file), "x")
+    result = CliRunner().invoke(app, ["convert", str(file)])
+    assert result.exit_code == ConvertExit.UNREADABLE
+    assert result.stderr.startswith(f"{file}: neither custom_envs nor train_env_manager")
+
+
 def test_a_system_template_is_a_text_as_in_roll() -> None:
     pipeline = parse_run(convert(compose(DATA / "agentic/sokoban_lora.yaml"), "x").document).spec
     template = pipeline.pipeline.envs[0].agent.config["systemTemplate"]
@@ -372,7 +397,8 @@ def test_shell_variables_that_are_not_set_are_secrets_or_told(
     monkeypatch.delenv("OUR_MODEL", raising=False)
     file = tmp_path / "roll.yaml"
     file.write_text(
-        "pretrain: ${oc.env:OUR_MODEL}\ntracker_kwargs: {api_key: '${oc.env:OUR_KEY}'}\n"
+        "custom_envs: {}\npretrain: ${oc.env:OUR_MODEL}\n"
+        "tracker_kwargs: {api_key: '${oc.env:OUR_KEY}'}\n"
     )
     fields = notes(convert(compose(file), "x"), Fate.PERSON)
     assert "${oc.env:OUR_MODEL}" in fields

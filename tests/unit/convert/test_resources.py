@@ -40,6 +40,7 @@ def test_the_size_of_a_folder_is_that_of_its_weights(tmp_path: Path) -> None:
 
 def pods(model: str, **changes: Any) -> dict[str, Any]:
     config = {
+        "custom_envs": {},
         "pretrain": model,
         "actor_train": {"device_mapping": "list(range(0, 8))"},
         "actor_infer": {"device_mapping": "list(range(8, 16))"},
@@ -83,6 +84,7 @@ def test_state_in_host_memory_counts() -> None:
 
 
 def test_a_claim_holds_the_checkpoints_that_are_kept() -> None:
-    config = {"pretrain": "x-7B", "max_steps": 100, "save_steps": 10, "max_ckpt_to_keep": 2}
+    kept = {"max_steps": 100, "save_steps": 10, "max_ckpt_to_keep": 2}
+    config = {"custom_envs": {}, "pretrain": "x-7B", **kept}
     claim = convert(Composition(config, frozenset()), "x").document["spec"]["checkpoint"]
     assert gib(claim["volumeClaim"], "size") >= 12 * 7e9 * 3 / 2**30

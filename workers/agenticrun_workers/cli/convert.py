@@ -63,7 +63,8 @@ def convert(
     try:
         conversion = converted(compose(file, config_dir), file.stem)
     except ConvertError as error:
-        typer.echo(str(error), err=True)
+        message = str(error)
+        typer.echo(message if message.startswith(str(file)) else f"{file}: {message}", err=True)
         raise typer.Exit(ConvertExit.UNREADABLE) from None
     if details:
         show_details(

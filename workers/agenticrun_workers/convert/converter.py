@@ -158,8 +158,14 @@ def convert(composition: Composition, name: str) -> Conversion:
         name: name of the run if the file has no exp_name.
 
     Raises:
-        ConvertError: a value has a type that ROLL rejects, or a device_mapping is invalid.
+        ConvertError: it is not one of the agentic pipeline, a value has a type that ROLL rejects,
+            or a device_mapping is invalid.
     """
+    if not any(key in composition.config for key in ("custom_envs", "train_env_manager")):
+        raise ConvertError(
+            "neither custom_envs nor train_env_manager: only files of ROLL's agentic pipeline can "
+            "be converted, not those of its others (RLVR, SFT, DPO, distillation)"
+        )
     notes = Notes()
     config = _with_todays_names(composition.config, notes)
     top = View(config, AGENTIC)
@@ -214,27 +220,47 @@ def _refused(document: Spec, notes: Notes) -> None:
                 notes.person("(result)", "", f"refused: {line}")
 
 
-OLDER_NAMES = {"env_groups": "num_env_groups", "n_groups": "num_groups_partition"}
-"""Fields of env managers in earlier versions of ROLL -> today's."""
+OF_MANAGERS = {"env_groups": "num_env_groups", "n_groups": "num_groups_partition"}
+OF_ENVIRONMENTS = {"max_steps_per_traj": "max_steps", "max_actions_per_traj": "max_steps"}
+"""Fields in earlier versions of ROLL -> today's. The first one that a file sets counts."""
 
 
 def _with_todays_names(config: dict[str, Any], notes: Notes) -> dict[str, Any]:
     """Return the configuration with the names that ROLL's fields have today."""
     renamed = dict(config)
     for role in ("train_env_manager", "val_env_manager"):
-        section = config.get(role)
-        if not isinstance(section, dict):
-            continue
-        names = {
-            key: OLDER_NAMES[key]
-            for key in section
-            if key in OLDER_NAMES and OLDER_NAMES[key] not in section
+        if isinstance(config.get(role), dict):
+            renamed[role] = _renamed(config[role], role, OF_MANAGERS, notes)
+    envs = config.get("custom_envs")
+    if isinstance(envs, dict):
+        renamed["custom_envs"] = {
+            tag: _environment_of_today(env, f"custom_envs.{tag}", notes)
+            if isinstance(env, dict)
+            else env
+            for tag, env in envs.items()
         }
-        renamed[role] = {names.get(key, key): value for key, value in section.items()}
-        for old, new in names.items():
+    return renamed
+
+
+def _environment_of_today(env: dict[str, Any], path: str, notes: Notes) -> dict[str, Any]:
+    today = _renamed(env, path, OF_ENVIRONMENTS, notes)
+    text = today.pop("env_instruction", None)
+    if text is not None:
+        notes.adapted(f"{path}.env_instruction", text, "read as env_config.env_instruction")
+        today["env_config"] = {"env_instruction": text, **(today.get("env_config") or {})}
+    return today
+
+
+def _renamed(
+    section: dict[str, Any], path: str, names: dict[str, str], notes: Notes
+) -> dict[str, Any]:
+    renamed = {key: value for key, value in section.items() if key not in names}
+    for old, new in names.items():
+        if old in section:
             notes.adapted(
-                f"{role}.{old}", section[old], f"read as {new}: today's ROLL ignores this name"
+                f"{path}.{old}", section[old], f"read as {new}: today's ROLL ignores this name"
             )
+            renamed.setdefault(new, section[old])
     return renamed
 
 

@@ -403,6 +403,8 @@ ARGUMENTS = {
     "sokoban": {
         "num_boxes": "boxes",
         "search_depth": "searchDepth",
+        "dim_x": "rows",
+        "dim_y": "columns",
         "num_gen_steps": "walkSteps",
         "env_instruction": "instruction",
     },
