@@ -8,19 +8,24 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
+from agenticrun_api import parse_run
+from agenticrun_api.names import WORK_DIR
 from agenticrun_workers.driver import checkpoints
 from agenticrun_workers.driver.checkpoints import (
     Checkpoint,
     CheckpointStore,
     DriverState,
+    cluster_folders,
     folder_of,
 )
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.storage import MODULE_RECORD, DamagedFile, FileEntry, Folder
+from runs import run_with
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -439,3 +444,19 @@ async def test_a_restart_of_a_run_that_never_resumes_goes_on_from_its_own(base: 
     assert await a_store(base).restore("Never", LOAD, restarted=True) is None
     own = await a_store(base).save(state(10), SAVE)
     assert await a_store(base).restore("Never", LOAD, restarted=True) == (own, state(10))
+
+
+@pytest.mark.parametrize(
+    ("storage", "output", "checkpoints"),
+    [
+        ({"uri": "/data"}, "/data/lake-01234567", "/data/lake-01234567"),
+        ({"uri": "memory://data"}, f"{WORK_DIR}/lake", "memory://data/lake-01234567"),
+        ({"none": True}, f"{WORK_DIR}/lake-01234567", f"{WORK_DIR}/lake-01234567"),
+    ],
+)
+def test_the_output_lies_with_the_checkpoints_unless_those_are_in_object_storage(
+    storage: dict[str, Any], output: str, checkpoints: str
+) -> None:
+    document = run_with(("spec.checkpoint", storage), name="lake")
+    document["metadata"]["uid"] = "0123456789ab"
+    assert cluster_folders(parse_run(document)) == (Path(output), checkpoints)

@@ -49,6 +49,15 @@ async def test_work_under_way_is_cancelled() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
+def test_a_checkpoint_is_asked_for_once() -> None:
+    requests = Requests()
+    assert not requests.take_checkpoint()
+    requests.ask_checkpoint()
+    requests.ask_checkpoint()
+    assert requests.take_checkpoint()
+    assert not requests.take_checkpoint()
+
+
 async def test_what_cannot_be_kept_alive_comes_before_the_result() -> None:
     failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     failure.set_exception(RuntimeError("engines died"))

@@ -14,6 +14,7 @@ from agenticrun_workers.reporting.display import (
     LiveDisplay,
     PlainDisplay,
     duration,
+    remaining_seconds,
     sparkline,
     time_shares,
 )
@@ -190,6 +191,16 @@ def test_a_long_curve_has_the_means_of_neighbours() -> None:
 )
 def test_times_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("step", "seconds_per_step", "expected"), [(4, 2.0, 12.0), (10, 2.0, 0.0), (4, None, None)]
+)
+def test_the_remaining_time_is_that_of_the_missing_steps(
+    step: int, seconds_per_step: float | None, expected: float | None
+) -> None:
+    now = progress(step, 0.0).model_copy(update={"seconds_per_step": seconds_per_step})
+    assert remaining_seconds(now) == expected
 
 
 def test_the_time_of_steps_adds_up() -> None:

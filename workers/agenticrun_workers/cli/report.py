@@ -80,7 +80,9 @@ def report(
     Exit codes: 0 written, 64 the run cannot be read.
     """
     try:
-        page = html(open_run(run, namespace, context).read(), samples, datetime.now(UTC))
+        page = html(
+            open_run(run, namespace, context).read(samples=samples), samples, datetime.now(UTC)
+        )
     except SourceError as error:
         give_up(str(error))
     output.write_text(page, encoding="utf-8")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import io
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -43,6 +44,7 @@ from agenticrun_workers.reporting.display import RunView, remaining_seconds
 from agenticrun_workers.reporting.display import validation_result as result_of
 from agenticrun_workers.reporting.run_folder import (
     CHECKPOINT,
+    SAMPLES,
     STOP,
     RunFolder,
     without_secrets,
@@ -129,7 +131,12 @@ class RunSource(Protocol):
     """One run, wherever it is. Every method raises `SourceError`."""
 
     def read(self, *, steps: int = ALL, samples: int = ALL) -> Reading:
-        """Read the run: the newest lines of metrics and the newest files of samples."""
+        """Read the run.
+
+        Args:
+            steps: the newest lines of metrics.
+            samples: files of sample episodes, from the whole run and with the newest one.
+        """
         ...
 
     def logs(self, role: str, *, lines: int, follow: bool) -> None:
@@ -467,13 +474,14 @@ class ClusterSource:
         if head := self._head():
             pictures = run.spec.tracking.render_dir or "pictures"
             script = ("sh", "-c", PACK, "sh", str(output), str(steps), str(samples), pictures)
-            packed = self._kubectl.run("exec", head, "-c", RAY_CONTAINER, "--", *script)
+            words = ("exec", head, "-c", RAY_CONTAINER, "--", *script)
+            packed = self._kubectl.run(*words, timeout=PACK_SECONDS)
             with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
                 archive.extractall(folder, filter="data")
             return
         if "://" not in base:
             raise SourceError(f"no head pod runs; they are {self._where_output_is(run.to_dict())}")
-        _download(base, folder, samples)
+        download_output(base, folder, samples, run.spec.tracking.render_dir)
 
     def _where_output_is(self, document: Mapping[str, Any]) -> str:
         status = repair_status(document.get("status"))
@@ -499,6 +507,7 @@ class ClusterSource:
 
 RESOURCE = f"{PLURAL}.{GROUP}"
 RAY_LOGS = "/tmp/ray/session_latest/logs"
+PACK_SECONDS = 600.0
 
 PACK = """
 cd "$1" 2>/dev/null || { echo "the head pod has no $1 yet" >&2; exit 3; }
@@ -506,7 +515,12 @@ copy=$(mktemp -d) && trap 'rm -rf "$copy"' EXIT
 cp run.yaml attempts.jsonl "$copy" 2>/dev/null
 tail -n "$2" metrics.jsonl > "$copy/metrics.jsonl" 2>/dev/null
 mkdir "$copy/samples" "$copy/pictures"
-for file in $(ls -t samples 2>/dev/null | head -n "$3"); do
+files=$(ls -tr samples 2>/dev/null)
+total=$(echo "$files" | wc -l)
+number=0
+for file in $files; do
+    number=$((number + 1))
+    [ $((number * $3 / total)) -gt $(((number - 1) * $3 / total)) ] || continue
     cp "samples/$file" "$copy/samples"
     cp "$4/${file%.txt}"-*.gif "$copy/pictures" 2>/dev/null
 done
@@ -528,25 +542,35 @@ build_opener(ProxyHandler({{}})).open(request, timeout=10)
 """
 
 
-def _download(base: str, folder: Path, samples: int) -> None:
+def download_output(base: str, folder: Path, samples: int, pictures: str | None) -> None:
+    """Copy the parts of an output folder that people look at from object storage."""
     from agenticrun_workers.storage import Folder
 
     try:
         storage = Folder(base)
-        sizes = storage.sizes()
-        for name in ("run.yaml", "attempts.jsonl", "metrics.jsonl"):
-            if name in sizes:
-                storage.download(name, folder / name)
-        texts = [name for name in sizes if name.startswith("samples/")]
-        for name in sorted(texts, key=lambda name: int(name.split("-")[1].split(".")[0]))[
-            -samples:
-        ]:
-            (folder / "samples").mkdir(exist_ok=True)
-            storage.download(name, folder / name)
+        names = list(storage.sizes())
+        texts = [name for name in names if SAMPLES.fullmatch(name.removeprefix("samples/"))]
+        texts.sort(key=lambda name: (int(re.findall(r"\d+", name)[0]), "-val" in name))
+        taken = [
+            name
+            for number, name in enumerate(texts, start=1)
+            if number * samples // len(texts) > (number - 1) * samples // len(texts)
+        ]
+        films = tuple(f"{pictures}/{Path(name).stem}-" for name in taken) if pictures else ()
+        for name in names:
+            if name in taken or name in RECORDS or name.startswith(films):
+                target = folder / name
+                if name.startswith(films):
+                    target = folder / "pictures" / Path(name).name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                storage.download(name, target)
     except Exception as error:  # drivers have exceptions of their own
         raise SourceError(
             f"no head pod runs, and {base} cannot be read from here: {error}"
         ) from error
+
+
+RECORDS = ("run.yaml", "attempts.jsonl", "metrics.jsonl")
 
 
 def _facts(status: AgenticRunStatus) -> list[tuple[str, str]]:

@@ -100,7 +100,9 @@ def samples(
     Exit codes: 0 printed, 64 there are none.
     """
     try:
-        folder = open_run(run, namespace, context).read(steps=0, samples=ALL).folder
+        newest = count == 1 and step is None and not validation and not listing
+        files_read = 1 if newest else ALL
+        folder = open_run(run, namespace, context).read(steps=0, samples=files_read).folder
     except SourceError as error:
         give_up(str(error))
     files = folder.sample_files()
@@ -147,7 +149,7 @@ def logs(
         int, typer.Option("--lines", min=0, help="Number of lines from the end of each log.")
     ] = 100,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Go on with new lines, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Go on with new lines, until Ctrl-C.")
     ] = False,
     namespace: Namespace = None,
     context: Context = None,
