@@ -127,8 +127,14 @@ def run(plane: Cluster, tmp_path: Path) -> Iterator[str]:
         restarts=2,
         checkpoint={"step": 3, "uri": "/checkpoints/step-3", "time": NOW},
     )
-    plane.apply(pod("lake-head", "driver"), pod("lake-env-0", "env"), pod("lake-env-1", "env"))
-    for name in ("lake-head", "lake-env-0", "lake-env-1"):
+    pods = {
+        "lake-head": "driver",
+        "lake-env-0": "env",
+        "lake-env-1": "env",
+        "lake-engine": "inference",
+    }
+    plane.apply(*(pod(name, role) for name, role in pods.items()))
+    for name in pods:
         patch = json.dumps({"status": {"phase": "Running"}})
         plane.kubectl("patch", "pod", name, "--subresource=status", "--type=merge", "-p", patch)
     yield "lake"
@@ -225,6 +231,9 @@ def test_logs_of_the_driver_and_of_all_pods_of_a_role(cli: Commands, run: str) -
         0,
         ["[lake-env-0] episode done", "[lake-env-1] episode done"],
     )
+    (cli.logs / "vllm-7-8000.log").write_text("server ready\n")
+    code, shown = cli("logs", run, "-n", NAMESPACE, "--role", "inference")
+    assert (code, sorted(shown.splitlines())) == (0, ["episode done", "server ready"])
     code, shown = cli("logs", run, "-n", NAMESPACE, "--role", "critic")
     assert (code, "no running pod of the role critic" in shown) == (ExitCode.INVALID_CONFIG, True)
 

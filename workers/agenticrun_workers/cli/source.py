@@ -393,7 +393,10 @@ class ClusterSource:
         pods = self._pods(role)
         if not pods:
             raise SourceError(f"{self._name} has no running pod of the role {role}")
-        files = f"$(ls {RAY_LOGS}/worker-*.out {RAY_LOGS}/worker-*.err 2>/dev/null)"
+        names = ["worker-*.out", "worker-*.err"]
+        if role == Role.INFERENCE:  # the logs of engines' servers
+            names += ["sglang-*.log", "vllm-*.log"]
+        files = f"$(ls {' '.join(f'{RAY_LOGS}/{name}' for name in names)} 2>/dev/null)"
         self._follow(pods, f"tail -q -n {lines} {{}} {files}", follow)
 
     def stop(self) -> str:
