@@ -42,6 +42,7 @@ NOT_IMPORTED = {
     "codespell": "a command of make lint",
     "hatchling": "builds our own package",
     "import-linter": "a command of make lint",
+    "mkdocs-material": "the theme of make docs",
     "mypy": "a command of make lint",
     "pre-commit": "a command that contributors run",
     "pytest-cov": "a plugin that make coverage uses",
