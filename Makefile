@@ -58,9 +58,17 @@ check-generated: setup
 	@diff -u crds/agenticruns.yaml charts/agenticrun/crds/agenticruns.yaml || { echo "run: make generate"; exit 1; }
 	@$(BIN)/python tools/docs/reference.py | diff -u docs/reference.md - || { echo "run: make generate"; exit 1; }
 
+.PHONY: docs
+docs: setup ## Build the documentation as a site into build/docs; broken links and anchors are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+.PHONY: docs-serve
+docs-serve: setup ## Serve the documentation on http://127.0.0.1:8000, built again at every change
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --watch tools
+
 ##@ Checks
 .PHONY: lint
-lint: setup check-generated ## ruff, mypy --strict, import contracts, spelling, generated files
+lint: setup check-generated docs ## ruff, mypy --strict, import contracts, spelling, generated files, documentation
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy

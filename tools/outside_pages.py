@@ -1,4 +1,4 @@
-"""Hook of mkdocs.yml: pages for the files outside docs/ that the documentation links to.
+"""Pages of the site for the files outside docs/ that the documentation links to.
 
 The site has to work without network and without the repository. So a link such as
 ../examples/sokoban.yaml leads to a page of the site that shows this file, a link to a folder to a
@@ -12,13 +12,8 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File, InclusionLevel
-from pymdownx.slugs import slugify
-
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 OUTSIDE = "repository"
 """Folder of the site for files outside docs/."""
@@ -26,7 +21,9 @@ OUTSIDE = "repository"
 LINK = re.compile(r"(?<!!)(\[[^\]]*\]\()(?!\w+:|#)([^)#\s]+)((?:#[^)\s]+)?\))")
 CODE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonl": "json"}
-ELSEWHERE = re.compile(r"<(?:script|img|iframe|source|link)\b[^>]*?(?:src|href)=[\"']?(https?:|//)[^>]*>")
+ELSEWHERE = re.compile(
+    r"<(?:script|img|iframe|source|link)\b[^>]*?(?:src|href)=[\"']?(https?:|//)[^>]*>"
+)
 GENERATED = {"__pycache__"}
 
 
@@ -103,36 +100,7 @@ def outside_pages() -> dict[str, str]:
     return pages
 
 
-def on_config(config: Any) -> Any:
-    """Make the anchors of headings as GitHub does."""
-    config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
-    return config
-
-
-def on_files(files: Any, config: Any) -> Any:
-    """Add the pages outside docs/."""
-    for name, text in outside_pages().items():
-        files.append(
-            File.generated(config, name, content=text, inclusion=InclusionLevel.NOT_IN_NAV)
-        )
-    return files
-
-
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Lead the links of docs/ out of it to these pages."""
-    source = DOCS / page.file.src_uri
-    return moved(markdown, source) if source.exists() else markdown
-
-
-def on_post_page(output: str, *, page: Any, **_: Any) -> str:
-    """Refuse a page that loads something from another host.
-
-    Raises:
-        PluginError: the page does.
-    """
-    if found := ELSEWHERE.search(output):
-        raise PluginError(
-            f"{page.file.src_uri}: {found[0]} loads from another host, but the site has to work "
-            "without network: put the file into docs/images, or write a link"
-        )
-    return output
+def loaded_from_elsewhere(html: str) -> str:
+    """Return the first tag with which the page loads something from another host, or nothing."""
+    found = ELSEWHERE.search(html)
+    return found[0] if found else ""
