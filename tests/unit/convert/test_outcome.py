@@ -17,6 +17,7 @@ from agenticrun_workers.convert import Conversion, ConvertError, Fate, compose, 
 from agenticrun_workers.convert.converter import Composition
 from agenticrun_workers.convert.outcome import ConvertExit, exit_code, lines_for_a_person, summary
 from agenticrun_workers.envs import make_env
+from agenticrun_workers.envs.python_tool import Answer, Call, CallParser
 from agenticrun_workers.rollout.env_worker import describe_envs
 
 DATA = Path(__file__).parents[2] / "data/roll"
@@ -261,6 +262,10 @@ def test_problems_of_math_become_a_data_set() -> None:
     python = run.spec.pipeline.envs[0]
     assert (python.type, python.config["seconds"]) == ("python_tool", 7.0)
     describe_envs(run.spec.pipeline)
+    parser = CallParser(python.config["callPattern"], python.config["answerPattern"])
+    assert parser.parse("I compute <code>print(1)</code> and") == Call("print(1)")
+    assert parser.parse("```python\nprint(2)\n```") == Call("\nprint(2)\n")
+    assert parser.parse("It is \\boxed{\\frac{1}{2}}.") == Answer("\\frac{1}{2}")
 
 
 def test_a_game_in_pictures_becomes_one_in_text() -> None:

@@ -146,6 +146,13 @@ def test_a_problem_is_solved_with_a_call_and_an_answer() -> None:
     assert (end.reward, end.terminated, end.metrics["success"]) == (1.0, True, 1.0)
 
 
+def test_what_is_neither_call_nor_answer_is_told_in_the_words_of_the_patterns() -> None:
+    usual, own = PythonTool(), PythonTool(call_pattern="<code>(.*?)</code>")
+    for env, told in ((usual, "Write a ```python block"), (own, "neither a call nor an answer")):
+        env.reset(0, Stream.TRAIN)
+        assert told in env.step("Hm.").observation
+
+
 def test_a_wrong_answer_ends_the_episode_without_a_reward() -> None:
     env = PythonTool()
     env.set_item({"question": "?", "answer": "7"})

@@ -27,7 +27,13 @@ AGENTS = {
 }
 ANSWER_TAGS = r"<answer>(.*?)</answer>"
 """Pattern that ROLL's own games use if the file has no action_pattern."""
-BOXED = r"\\boxed\{(.*?)\}"
+BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
+CALLS = r"<code>(.*?)</code>|```\n?python(.*?)```"
+"""What ROLL's Python tool runs."""
+TOOL_INSTRUCTION = (
+    "Solve the problem. You may run Python: write it between <code> and </code>, and you are told "
+    "what it prints. When you know the answer, write it within \\boxed{}."
+)
 MAX_ENVS_PER_WORKER = 256
 """Default of maxEnvsPerWorker."""
 
@@ -299,7 +305,13 @@ def _math(env: View, path: str, notes: Notes) -> Game:
         "texts, maxSteps limits the calls, and a call itself has no reward",
     )
     seconds = arguments.get("python_code", {}).get("timeout")
-    config: Spec = {"answerPattern": BOXED} | ({"seconds": float(seconds)} if seconds else {})
+    config: Spec = {
+        "instruction": TOOL_INSTRUCTION,
+        "callPattern": CALLS,
+        "answerPattern": BOXED,
+    }
+    if seconds:
+        config["seconds"] = float(seconds)
     return Game("python_tool", config, dataset=dataset)
 
 

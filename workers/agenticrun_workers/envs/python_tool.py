@@ -40,6 +40,8 @@ INSTRUCTION = (
 )
 ANSWER_PATTERN = r"<answer>(.*?)</answer>"
 NEITHER = "Write a ```python block to run code, or <answer>...</answer> to answer."
+NEITHER_OF_OWN = "This has neither a call nor an answer."
+"""With patterns of the run, which the instruction explains."""
 
 LARGEST_WORD = 999
 """Numbers above are several words for a tiny model."""
@@ -96,6 +98,8 @@ class PythonTool:
                 raise ValueError(f"{key} must be at least 1, not {number}")
         self._limits = Limits(seconds, memory_mb, output_bytes, scratch_mb)
         self._parser = CallParser(call_pattern, answer_pattern)
+        usual = call_pattern is None and answer_pattern == ANSWER_PATTERN
+        self._neither = NEITHER if usual else NEITHER_OF_OWN
         self._columns = question, answer
         self._highest = highest
         self._result_characters = result_characters
@@ -134,7 +138,7 @@ class PythonTool:
             metrics = _metrics(calls=1, errors=outcome.end != "finished")
             return StepResult(self._result, 0.0, False, metrics=metrics, info={"outcome": outcome})
         bad = isinstance(asked, BadCall)
-        message = asked.message if isinstance(asked, BadCall) else NEITHER
+        message = asked.message if isinstance(asked, BadCall) else self._neither
         return StepResult(message, 0.0, False, metrics=_metrics(valid=False, errors=bad))
 
     def valid_actions(self) -> list[str]:
