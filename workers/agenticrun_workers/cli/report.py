@@ -144,7 +144,7 @@ def tiles(
         found.append(("time", duration(reading.elapsed), left))
     rates = [line["system/tps"] for line in lines if "system/tps" in line]
     if rates:
-        found.append(("tokens/s", f"{fmean(rates):,.0f}", "mean of all steps"))
+        found.append(("throughput", f"{fmean(rates):,.0f}", "tokens per second, mean of all steps"))
     if len(attempts) > 1:
         found.append(("attempts", str(len(attempts)), ""))
     return found
