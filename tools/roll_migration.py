@@ -69,10 +69,11 @@ def on_this_machine(document: dict[str, Any], folder: Path) -> tuple[dict[str, A
         document: the converted run.
         folder: scratch folder for recordings and data sets.
     """
+    records = "to" in document["spec"]["pipeline"].get("record", {})
     document = tiny(document)
     pipeline = document["spec"]["pipeline"]
-    if "to" in pipeline.get("record", {}):
-        pipeline["record"]["to"] = str(folder / "records")
+    if records:
+        pipeline["record"] = {"to": str(folder / "records")}
     made_up = False
     for number, env in enumerate(pipeline["envs"]):
         if "dataset" in env:

@@ -33,7 +33,7 @@ def tiny(document: dict[str, Any]) -> dict[str, Any]:
     for role in ("critic", "reference"):
         pipeline.get(role, {}).pop("path", None)
     if "to" in pipeline.get("record", {}):
-        pipeline["record"]["to"] = "records"
+        del pipeline["record"]
     for env in pipeline["envs"]:
         env["maxSteps"] = min(env["maxSteps"], TURNS)
         env["maxTokensPerStep"] = min(env["maxTokensPerStep"], ANSWER_TOKENS)
