@@ -308,7 +308,10 @@ class Loop:
 
         A stop request waits until the step ends, so that no finished trajectory is lost.
         """
-        self._parts.progress.activity(Activity.TRAINING)
+        without = ", ".join(f"{tag} ({error})" for tag, error in batch.evicted.items())
+        self._parts.progress.activity(
+            Activity.TRAINING, f"without environments that always fail: {without}" * bool(without)
+        )
         await self._trainers_compute()
         groups = select_groups(self._pipeline, batch.groups)
         learned = await self._training_step.train(groups, self._step + 1)

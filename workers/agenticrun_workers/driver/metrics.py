@@ -46,6 +46,8 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
         "group/rerolled": float(batch.counts.rerolled),
         "group/dropped": float(batch.counts.dropped),
         "group/stale": float(batch.counts.stale),
+        "group/evicted_envs": float(len(batch.evicted)),
+        **_error_rates(results, batch.counts.untrainable),
         "tokens/prompt": float(sum(result.tokens for result in results) - response),
         "tokens/response": float(response),
         **_spread(
@@ -247,6 +249,15 @@ def _of_envs(prefix: str, results: list[EpisodeResult]) -> Metrics:
             per_action = name.startswith("action_") and actions
             metrics[f"{prefix}/{tag}/{name}"] = value / (actions if per_action else episodes)
     return metrics
+
+
+def _error_rates(results: list[EpisodeResult], untrainable: list[EpisodeResult]) -> Metrics:
+    """Return the share of each tag's episodes that cannot be trained on, where there are any."""
+    good, bad = _by_tag(results), _by_tag(untrainable)
+    return {
+        f"group/error_rate/{tag}": len(failed) / (len(failed) + len(good[tag]))
+        for tag, failed in bad.items()
+    }
 
 
 def _by_tag(results: list[EpisodeResult]) -> dict[str, list[EpisodeResult]]:

@@ -15,13 +15,14 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.rollout.env_pool import RolloutBackend, TrainingBackend
+from agenticrun_workers.rollout.eviction import EnvBreaker
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
@@ -260,6 +261,8 @@ class Batch:
     counts: RolloutCounts
     queue_depth: int
     """Finished groups that are left for the next batch."""
+    evicted: Mapping[str, str] = field(default_factory=dict)
+    """Environments that are left out because they always fail, and the last error of each."""
 
     @property
     def results(self) -> list[EpisodeResult]:
@@ -318,6 +321,7 @@ class RolloutController:
         self._ready: list[GroupRun] = []
         self._changed = asyncio.Event()
         self._counts = RolloutCounts()
+        self._breaker = EnvBreaker(plan.tags if plan.evicts else ())
         self._failure: BaseException | None = None
         self._warn = LogOnce(log.warning)
 
@@ -341,6 +345,7 @@ class RolloutController:
             engine_version: policy version that the engines have.
         """
         self._gate.version, self._gate.engine_version = version, engine_version
+        self._breaker.next_step()
         self._set_bounds(version)
         self._begin()
 
@@ -367,7 +372,7 @@ class RolloutController:
         counts.length_bias = float(np.mean([group.length_bias for group in groups]))
         self._set_bounds(self._gate.version + 1)
         self._requeue_stale()
-        return Batch(tuple(groups), counts, len(self._ready))
+        return Batch(tuple(groups), counts, len(self._ready), dict(self._breaker.evicted))
 
     def _batch_ready(self) -> bool:
         """Sort the ready groups by age. Return True if the oldest ones may be taken as a batch.
@@ -425,6 +430,8 @@ class RolloutController:
             if self._pending:
                 run = self._pending.pop(0)
             else:
+                while self._breaker.leaves_out(self._plan.tag(self._next_group)):
+                    self._next_group += 1
                 run = GroupRun(self._next_group, self._plan)
                 self._next_group += 1
             self._gate.begin()
@@ -462,6 +469,11 @@ class RolloutController:
         for result in finished.untrainable:
             self._warn(f"episodes of {result.tag!r} end with {result.stop_reason}: {result.error}")
         group, chosen = finished.group, self._plan.filter
+        if group is not None:
+            self._breaker.succeeded(group.tag)
+        elif finished.untrainable:
+            last = finished.untrainable[-1]
+            self._breaker.failed(last.tag, f"{last.stop_reason}: {last.error}")
         refused = group is not None and chosen is not None and chosen.refuses(group.scores)
         await self._discard([*finished.surplus, *(group.results if group and refused else ())])
         if group is None or refused:

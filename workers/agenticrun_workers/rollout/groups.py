@@ -259,6 +259,8 @@ class GroupPlan:
         redundancy: extra members that start too; the first `group_size` to finish count.
         max_rerolls: how often an untrainable episode runs again.
         transcripts: episodes per batch that are returned as text; with `frames` also as GIF.
+        evicts: leave environments out that always fail (`eviction`). Deterministic runs do not:
+            when it happens depends on which group ends first.
     """
 
     tags: tuple[str, ...]
@@ -268,6 +270,7 @@ class GroupPlan:
     filter: GroupFilter | None = None
     transcripts: int = 0
     frames: bool = False
+    evicts: bool = True
 
     @classmethod
     def of(cls, pipeline: Pipeline, *, transcripts: int = 0, frames: bool = False) -> GroupPlan:
@@ -281,6 +284,7 @@ class GroupPlan:
             filter=_filter_of(pipeline),
             transcripts=transcripts,
             frames=frames,
+            evicts=not pipeline.deterministic,
         )
 
     def tag(self, group: int) -> str:

@@ -1,0 +1,134 @@
+"""An environment that always fails is left out, and comes back when it works again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+
+import pytest
+
+from agenticrun_workers.rollout.controller import (
+    Batch,
+    RolloutController,
+    RolloutPosition,
+    TooManyDropped,
+)
+from agenticrun_workers.rollout.eviction import MAX_FAILED, EnvBreaker
+from agenticrun_workers.rollout.gate import StalenessGate
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, GroupTask
+from agenticrun_workers.types import StopReason
+from rollout_fakes import FakeBackend
+
+
+def broken(tag: str, *, others: tuple[str, ...] = ("A",)) -> EnvBreaker:
+    """A breaker that has just evicted `tag`."""
+    breaker = EnvBreaker([tag, *others])
+    for _ in range(MAX_FAILED):
+        assert not breaker.leaves_out(tag)
+        breaker.failed(tag, "env_error: no")
+    return breaker
+
+
+def test_an_environment_is_left_out_after_some_dropped_groups_in_a_row() -> None:
+    breaker = broken("B")
+    assert (breaker.leaves_out("B"), breaker.leaves_out("A")) == (True, False)
+    assert breaker.evicted == {"B": "env_error: no"}
+
+
+def test_a_group_that_works_begins_the_count_again() -> None:
+    breaker = EnvBreaker("AB")
+    for _ in range(MAX_FAILED):
+        for _ in range(MAX_FAILED - 1):
+            breaker.failed("B", "")
+        breaker.succeeded("B")
+    assert not breaker.evicted
+
+
+def test_one_group_of_a_step_tries_again_and_brings_it_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    breaker = broken("B")
+    breaker.next_step()
+    assert [breaker.leaves_out("B") for _ in range(3)] == [False, True, True]
+    breaker.failed("B", "timeout: slow")
+    assert breaker.evicted == {"B": "timeout: slow"}
+    breaker.next_step()
+    assert not breaker.leaves_out("B")
+    with caplog.at_level(logging.WARNING, "agenticrun_workers.rollout.eviction"):
+        breaker.succeeded("B")
+    assert "'B' works again" in caplog.text
+    assert not breaker.evicted
+    assert [breaker.leaves_out("B") for _ in range(3)] == [False] * 3
+
+
+def test_the_last_environment_is_never_evicted() -> None:
+    breaker = broken("B")
+    for _ in range(2 * MAX_FAILED):
+        breaker.failed("A", "env_error: no")
+    assert set(breaker.evicted) == {"B"}
+
+
+class Mixed:
+    """A controller of environments A and B, of which `broken` ones fail."""
+
+    def __init__(self, *, evicts: bool = True, broken: str = "B", size: int = 4) -> None:
+        self.broken = set(broken)
+        self.backend = FakeBackend(self._fate)
+        self.controller = RolloutController(
+            self.backend,
+            StalenessGate(size, 16, 0),
+            GroupPlan(("A", "B"), 2, evicts=evicts),
+            discard=self._discard,
+            position=RolloutPosition(),
+        )
+
+    def _fate(self, task: GroupTask, member: int) -> StopReason:
+        return StopReason.ENV_ERROR if task.tag in self.broken else StopReason.COMPLETED
+
+    async def _discard(self, results: list[EpisodeResult]) -> None: ...
+
+    async def step(self, version: int) -> tuple[Batch, Counter[str]]:
+        """Return the batch, and the number of groups that were tried for it, by tag."""
+        tried = {task.group for task in self.backend.tasks}
+        self.backend.version = version
+        self.controller.advance(version, version)
+        batch = await asyncio.wait_for(self.controller.batch(), 60)
+        new = {task.group: task.tag for task in self.backend.tasks if task.group not in tried}
+        return batch, Counter(new.values())
+
+
+async def test_a_run_goes_on_with_the_other_environments() -> None:
+    run = Mixed()
+    await run.step(0)
+    for version in range(1, 4):
+        batch, tried = await run.step(version)
+        assert [group.tag for group in batch.groups] == ["A"] * 4
+        assert tried == {"A": 4, "B": 1}
+        assert list(batch.evicted) == ["B"]
+    run.broken.clear()
+    await run.step(4)
+    batch, tried = await run.step(5)
+    assert not batch.evicted
+    assert tried == {"A": 2, "B": 2}
+
+
+async def test_groups_keep_their_own_numbers_and_so_their_data_items() -> None:
+    run = Mixed()
+    for version in range(3):
+        await run.step(version)
+    assert all(task.tag == "AB"[task.group % 2] for task in run.backend.tasks)
+
+
+async def test_a_deterministic_run_evicts_nothing() -> None:
+    run = Mixed(evicts=False)
+    for version in range(3):
+        batch, tried = await run.step(version)
+        assert not batch.evicted
+        assert tried["B"] >= 3
+
+
+async def test_a_run_whose_environments_all_fail_still_ends() -> None:
+    run = Mixed(broken="AB")
+    with pytest.raises(TooManyDropped, match="env_error"):
+        await run.step(0)
