@@ -30,7 +30,7 @@ def test_a_stage_beside_others_shows_its_output_after_theirs(
     assert not stages.report()
     output = capfd.readouterr().out
     assert output.index("\nquick\n") < output.index("slow begins\nslow ends\n")
-    assert [(name, ok) for name, _, ok in stages.took] == [("quick", True), ("slow", False)]
+    assert {name: ok for name, _, ok in stages.took} == {"quick": True, "slow": False}
 
 
 def test_a_stage_ends_even_if_what_runs_beside_it_cannot(ci: ModuleType) -> None:
