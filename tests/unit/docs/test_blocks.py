@@ -1,0 +1,220 @@
+"""What the pages show can be typed: YAML that the API takes, commands and options that exist.
+
+Other tests run whole blocks: the pages' environments, agents and recipes. This one reads every
+block of every page, so that nothing is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+import typer
+import yaml
+
+from agenticrun_api import parse_run
+from agenticrun_workers.cli import app
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("charts/*/*.md")])
+PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:^(?: {4,}\S[^\n]*)?\n)+", re.MULTILINE)
+PROGRAMS = ("agenticrun", "kubectl", "helm", "make")
+KUBECTL = "apply annotate agenticrun create delete describe exec get label logs patch scale wait"
+HELM = "install upgrade uninstall rollback history template"
+TYPER = typer.main.get_command(app)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [text for _, language, text in FENCED.findall(page.read_text()) if language in languages]
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """The CRD's schema, in which nothing is required and nothing unknown allowed."""
+    crd = yaml.safe_load((ROOT / "crds/agenticruns.yaml").read_text())
+    return loose(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+
+
+def loose(node: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in node.items() if key not in ("required", "default")}
+    if "items" in kept:
+        kept["items"] = loose(kept["items"])
+    if "properties" in kept:
+        kept["properties"] = {name: loose(field) for name, field in kept["properties"].items()}
+        if not kept.get("x-kubernetes-preserve-unknown-fields"):
+            kept.setdefault("additionalProperties", False)
+    elif isinstance(kept.get("additionalProperties"), dict):
+        kept["additionalProperties"] = loose(kept["additionalProperties"])
+    return kept
+
+
+def places(node: dict[str, Any], keys: set[str]) -> Iterator[dict[str, Any]]:
+    """Parts of the schema that have fields of all these names."""
+    if keys <= node.get("properties", {}).keys():
+        yield node
+    children = [*node.get("properties", {}).values(), node.get("items")]
+    for child in filter(None, children):
+        yield from places(child, keys)
+
+
+def problem(fragment: dict[str, Any]) -> str:
+    """What the API refuses in a part of a run, wherever its fields belong."""
+    found = "no part of an AgenticRun has all of these fields"
+    # podTemplate has a `spec` as well, of which the schema knows nothing
+    candidates = [schema()] if "spec" in fragment else places(schema(), set(fragment))
+    for place in candidates:
+        errors = list(jsonschema.Draft4Validator(place).iter_errors(fragment))
+        if not errors:
+            return ""
+        found = errors[0].message
+    return found
+
+
+@each_page
+def test_yaml_is_a_run_or_a_part_of_one(page: Path) -> None:
+    wrong = []
+    for text in blocks(page, "yaml", "yml"):
+        for shown in yaml.safe_load_all(text):
+            if isinstance(shown, dict) and shown.get("kind", "AgenticRun") != "AgenticRun":
+                continue
+            if isinstance(shown, dict) and "apiVersion" in shown:
+                parse_run(shown)
+            elif isinstance(shown, dict) and (message := problem(shown)):
+                wrong.append((text, message))
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pipeline": {"maxStep": 3}},
+        {"spec": {"checkpoint": {"keep": "two"}}},
+        {"envs": [{"tag": "A", "typ": "frozen_lake"}]},
+        {"nothing": 1},
+    ],
+)
+def test_yaml_that_the_api_refuses_is_noticed(wrong: dict[str, Any]) -> None:
+    assert problem(copy.deepcopy(wrong)) != ""
+
+
+@each_page
+def test_python_is_python(page: Path) -> None:
+    for text in blocks(page, "python"):
+        ast.parse(text)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The command lines of a page's blocks and inline code, as words."""
+    fenced = [block for _, language, block in FENCED.findall(text) if language in SHELLS]
+    plain = FENCED.sub("", text)
+    inline = re.findall(rf"`((?:{'|'.join(PROGRAMS)}) [^`]+)`", plain)
+    for part in [*fenced, *INDENTED.findall(plain), *inline]:
+        for line in re.sub(r"\\\n\s*", " ", part).splitlines():
+            yield from commands_of(line.strip().removeprefix("$ "))
+
+
+SHELLS = ("console", "bash", "sh", "")
+
+
+def commands_of(line: str) -> Iterator[list[str]]:
+    if line.split(" ", maxsplit=1)[0] not in PROGRAMS:
+        return
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        return  # prose with an apostrophe
+    separators = [-1, *(n for n, word in enumerate(words) if word in ("&&", "|")), len(words)]
+    for before, after in pairwise(separators):
+        if words[before + 1] in PROGRAMS:
+            yield words[before + 1 : after]
+
+
+def refused(words: list[str]) -> str:
+    """What is wrong with a command line, or nothing."""
+    program, *rest = words
+    if words[:2] == ["kubectl", "agenticrun"]:
+        program, rest = "agenticrun", rest[1:]
+    if program == "make":
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        wrong = [word for word in rest if "=" not in word and word not in targets]
+        return f"make has no target {wrong}" if wrong else ""
+    if program == "agenticrun":
+        return refused_by_us(rest)
+    verbs = [word for word in rest if not word.startswith("-")]
+    known = KUBECTL.split() if program == "kubectl" else HELM.split()
+    if not set(verbs[:2]) & set(known):  # the word after -n comes first
+        return f"{program} has no command {verbs[:1]}"
+    return next((missing for missing in missing_files(program, rest)), "")
+
+
+def refused_by_us(rest: list[str]) -> str:
+    if not rest or rest[0].startswith("-") or rest[0] in ("...", "COMMAND"):
+        return ""
+    command = getattr(TYPER, "commands", {}).get(rest[0])
+    if command is None:
+        return f"agenticrun has no command {rest[0]}"
+    options = {"--help"}.union(*(set(p.opts) | set(p.secondary_opts) for p in command.params))
+    used = {word.partition("=")[0] for word in rest[1:] if re.match(r"--?[a-z]", word)}
+    return f"{rest[0]} has no {sorted(used - options)}" if used - options else ""
+
+
+def missing_files(program: str, rest: list[str]) -> Iterator[str]:
+    """Files of the repository that a command names, and values that the chart does not have."""
+    for word in rest:
+        if re.match(r"(examples|charts|crds)/", word) and not (ROOT / word).exists():
+            yield f"there is no {word}"
+    values = yaml.safe_load((ROOT / "charts/agenticrun/values.yaml").read_text())
+    for option, setting in pairwise(rest):
+        if program == "helm" and option == "--set":
+            top = re.split(r"[.=\[]", setting)[0]
+            if top not in values:
+                yield f"the chart has no value {top}"
+
+
+@each_page
+def test_commands_and_their_options_exist(page: Path) -> None:
+    found = [(" ".join(words), refused(words)) for words in commands(page.read_text())]
+    assert [wrong for wrong in found if wrong[1]] == []
+
+
+def test_commands_are_found() -> None:
+    text = (
+        "    make demo && make down\n\n"
+        "```console\n$ agenticrun run \\\n    -f a.yaml\n```\n`helm list`"
+    )
+    assert sorted(commands(text)) == [
+        ["agenticrun", "run", "-f", "a.yaml"],
+        ["helm", "list"],
+        ["make", "demo"],
+        ["make", "down"],
+    ]
+    assert sum(len(list(commands(page.read_text()))) for page in PAGES) > 150
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make demos",
+        "agenticrun trian -f run.yaml",
+        "agenticrun run -f run.yaml --sett a=b",
+        "kubectl aply -f run.yaml",
+        "kubectl apply -f examples/nothing.yaml",
+        "helm install agenticrun charts/agenticrun --set imagee.tag=1",
+        "kubectl agenticrun watsh lake",
+    ],
+)
+def test_a_wrong_command_is_noticed(line: str) -> None:
+    assert refused(line.split()) != ""
