@@ -1,6 +1,7 @@
 """One real Ray for the tests that start actors themselves.
 
-A process can be in one Ray only. Its node offers every role twice.
+A process can be in one Ray only. Its node offers every role twice. Its actors are preloaded
+processes; tests/integration/local has those that a user starts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+
+from preloaded import executable
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +23,7 @@ def ray_node() -> Iterator[None]:
         object_store_memory=150 * 1024 * 1024,
         include_dashboard=False,
         log_to_driver=False,
+        runtime_env={"py_executable": " ".join(executable())},
     )
     yield
     ray.shutdown()

@@ -18,6 +18,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from preloaded import executable
+
 RankWork = Callable[..., Any]
 
 
@@ -41,7 +43,7 @@ def launch(
         "OMP_NUM_THREADS": "1",
         **(environment or {}),
     }
-    command = [sys.executable, str(program), str(world), str(out), *arguments]
+    command = [*executable(), str(program), str(world), str(out), *arguments]
     done = subprocess.run(
         command, env=full, stderr=subprocess.PIPE, text=True, timeout=500, check=False
     )

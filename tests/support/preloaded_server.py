@@ -1,0 +1,125 @@
+"""`python preloaded_server.py SOCKET`: fork processes that have already imported torch.
+
+It serves `preloaded_client.py` until its standard input closes; then its processes are killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+MODULES = (
+    "torch._dynamo",  # the first optimizer step imports it
+    "transformers.models.llama.modeling_llama",
+    "agenticrun_workers.inference.actor",
+    "agenticrun_workers.inference.transformers.engine",
+    "agenticrun_workers.models.initialize",
+    "agenticrun_workers.rollout.env_worker",
+    "agenticrun_workers.trainer.policy_rank",
+    "agenticrun_workers.trainer.reference_and_critic",
+    "agenticrun_workers.trainer.strategies",
+    "agenticrun_workers.trainer.fsdp2",
+)
+"""What actors and ranks import before they do anything."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Import the modules and serve; a forked process returns when its program has ended."""
+    path = sys.argv[1]
+    for module in MODULES:
+        importlib.import_module(module)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"{threads} threads: a forked process would have only this one"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path + ".new")
+        listener.listen(100)
+        Path(path + ".new").rename(path)  # it is there when it answers
+        connection = _serve(listener)
+    _run(connection)
+
+
+def _serve(listener: socket.socket) -> socket.socket:
+    """Fork a process per connection. Returns its connection in the forked process only."""
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written
+    gc.freeze()  # collections of the forked leave shared pages alone
+    waiting: dict[int, socket.socket] = {}
+    server = os.getpid()
+    while True:
+        ready, _, _ = select.select([sys.stdin, woken, listener], [], [])
+        if sys.stdin in ready:
+            os._exit(0)
+        if woken in ready:
+            os.read(woken, 4096)
+            _report_ended(waiting)
+        if listener not in ready:
+            continue
+        connection, _ = listener.accept()
+        pid = os.fork()
+        if pid:
+            waiting[pid] = connection
+            continue
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != server:
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in (woken, wake):
+            os.close(end)
+        for other in waiting.values():
+            other.close()
+        return connection
+
+
+def _report_ended(waiting: dict[int, socket.socket]) -> None:
+    while waiting:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        with waiting.pop(pid) as connection, suppress(OSError):
+            connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _run(connection: socket.socket) -> None:
+    """Become the process that the client asked for, as if it had been started as such."""
+    with connection:
+        head, files, _, _ = socket.recv_fds(connection, 4, 3)
+        body = bytearray()
+        while len(body) < int.from_bytes(head, "big"):
+            body += connection.recv(1 << 20)
+    folder, count, *words = body.decode("utf-8", "surrogateescape").split("\0")
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.setsid()
+    os.chdir(folder)
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    installed = [entry for entry in sys.path[1:] if entry not in inherited]
+    os.environ.clear()
+    for word in words[int(count) :]:
+        name, _, value = word.partition("=")
+        os.environ[name] = value
+    sys.argv = words[: int(count)]
+    while sys.argv[0] in ("-u", "-B"):  # options of the interpreter
+        del sys.argv[0]
+    own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = list(dict.fromkeys([str(Path(sys.argv[0]).parent), *own, *installed]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
