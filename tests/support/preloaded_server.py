@@ -117,8 +117,14 @@ def _run(connection: socket.socket) -> None:
     while sys.argv[0] in ("-u", "-B"):  # options of the interpreter
         del sys.argv[0]
     own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:] = list(dict.fromkeys([str(Path(sys.argv[0]).parent), *own, *installed]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    module = sys.argv[1] if sys.argv[0] == "-m" else None
+    first = folder if module else str(Path(sys.argv[0]).parent)
+    sys.path[:] = list(dict.fromkeys([first, *own, *installed]))
+    if module:
+        del sys.argv[0]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

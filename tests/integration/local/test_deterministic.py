@@ -21,6 +21,7 @@ import yaml
 from agenticrun_api import parse_run
 from agenticrun_workers.driver.checkpoints import MANIFEST
 from agenticrun_workers.driver.export import export_checkpoint
+from preloaded import environment, executable
 from processes import of_session, ray_folders
 from tiny_runs import tiny_document
 from waiting import eventually
@@ -89,9 +90,13 @@ def document() -> dict[str, Any]:
 
 
 class Command:
-    """A running `agenticrun run` in `folder`."""
+    """A running `agenticrun run` in `folder`.
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    Args:
+        preloaded: command and actors are preloaded processes; it cannot be killed with all of them.
+    """
+
+    def __init__(self, folder: Path, *options: str, preloaded: bool = False) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         file = folder / "run.yaml"
@@ -99,7 +104,7 @@ class Command:
         self._log = folder / f"log-{time.monotonic_ns()}"
         self._others = ray_folders()
         command = [
-            sys.executable,
+            *(executable() if preloaded else [sys.executable]),
             "-m",
             "agenticrun_workers.cli",
             "run",
@@ -111,7 +116,11 @@ class Command:
         ]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | (environment() if preloaded else {}),
+                start_new_session=True,
             )
 
     def __enter__(self) -> Self:
@@ -200,7 +209,7 @@ Metrics = dict[tuple[int, bool], dict[str, float]]
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Metrics]:
     """The folder and the metrics of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    with Command(folder) as command:
+    with Command(folder, preloaded=True) as command:
         return folder, command.finish()
 
 
@@ -215,7 +224,7 @@ def test_one_process_trains_the_same_policy_as_ray_bit_for_bit(
     tmp_path: Path, whole: tuple[Path, Metrics]
 ) -> None:
     folder, expected = whole
-    with Command(tmp_path, "--in-process") as command:
+    with Command(tmp_path, "--in-process", preloaded=True) as command:
         assert command.finish() == expected
     assert weights(tmp_path) == weights(folder)
 

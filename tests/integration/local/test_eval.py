@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from agenticrun_workers.driver.export import first_model
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.trainer.strategies import build_strategy
+from preloaded import environment, executable
 from tiny_runs import tiny_document
 
 SAMPLED = (
@@ -65,9 +66,12 @@ class Trained:
         return result.exit_code, result.output
 
     def command(self, *arguments: str) -> tuple[int, str]:
-        """Exit code and output of an `agenticrun` command on the run's file."""
+        """Exit code and output of an `agenticrun` command on the run's file.
+
+        Its actors are preloaded processes.
+        """
         command = [
-            sys.executable,
+            *executable(),
             "-m",
             "agenticrun_workers.cli",
             arguments[0],
@@ -76,7 +80,12 @@ class Trained:
             *arguments[1:],
         ]
         found = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | environment(),
+            text=True,
+            timeout=300,
         )
         return found.returncode, found.stdout
 
