@@ -51,6 +51,8 @@ REPORTER_TOKEN_FILE = "/etc/agenticrun/reporter/token"
 """Mounted in the containers of the head pod only."""
 CODE_DIR = "/etc/agenticrun/code"
 """The user's modules (spec.code.configMap), on PYTHONPATH in every Ray container."""
+IMAGE_CODE_DIR = "/opt/agenticrun/code"
+"""Users' modules in images made FROM the worker image, which has it on PYTHONPATH."""
 WORK_DIR = "/var/lib/agenticrun"
 """Scratch space of a pod (an emptyDir): initialized models, output if there is no checkpoint URI,
 the reporter's state."""

@@ -13,6 +13,7 @@ from agenticrun_workers.cli.doctor import doctor
 from agenticrun_workers.cli.evaluate import evaluate
 from agenticrun_workers.cli.export import export
 from agenticrun_workers.cli.init import init
+from agenticrun_workers.cli.package import package
 from agenticrun_workers.cli.report import report
 from agenticrun_workers.cli.run import run, validate
 from agenticrun_workers.cli.watch import logs, samples, watch
@@ -33,6 +34,7 @@ app.command()(convert)
 app.command()(report)
 app.command()(doctor)
 app.command()(init)
+app.command()(package)
 for command in (watch, samples, logs, stop, checkpoint, suspend, resume):
     app.command()(command)
 
