@@ -18,14 +18,14 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FOLDERS = {
     "base": ["crds"],
     "operator": ["operator"],
-    "workers": ["workers"],
+    "workers": ["workers", "examples"],
     "megatron": ["workers"],
     "deepspeed": ["workers"],
     "sglang": ["workers"],
     "vllm": ["workers"],
     "dev": ["tests", "tools", "benchmarks", "examples"],
 }
-"""Folders whose code must import the dependencies of each extra."""
+"""Folders whose code must import the dependencies of each extra. Examples run in the worker image."""
 
 MODULES = {
     "hydra-core": "hydra",

@@ -343,7 +343,7 @@ def check_copy(
                 typer.echo(done.stdout + done.stderr, err=True)
                 typer.echo(
                     "The packaged copy fails, alone in an empty folder. A module or a file may "
-                    "be missing in it: import it, or name it in the run.",
+                    "be missing in it: import it, or name it in the run. Packages must be installed here too.",
                     err=True,
                 )
                 raise typer.Exit(ExitCode.FAILED)
