@@ -25,7 +25,10 @@ FOLDERS = {
     "vllm": ["workers"],
     "dev": ["tests", "tools", "benchmarks", "examples"],
 }
-"""Folders whose code must import the dependencies of each extra. Examples run in the worker image."""
+"""Folders whose code must import the dependencies of each extra.
+
+Examples run in the worker image.
+"""
 
 MODULES = {
     "hydra-core": "hydra",

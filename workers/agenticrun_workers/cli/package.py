@@ -195,10 +195,11 @@ def config_map(name: str, namespace: str | None, contents: Contents) -> dict[str
     text: dict[str, str] = {}
     binary: dict[str, str] = {}
     for path, content in contents.items():
-        try:
-            text[path] = content.decode()
-        except UnicodeDecodeError:
+        plain = _plain_text(content)
+        if plain is None:
             binary[path] = base64.b64encode(content).decode()
+        else:
+            text[path] = plain
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -208,8 +209,17 @@ def config_map(name: str, namespace: str | None, contents: Contents) -> dict[str
     }
 
 
+def _plain_text(content: bytes) -> str | None:
+    """Return a text that every YAML parser reads back unchanged, None for other content."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return None
+    return text if all(char.isprintable() or char in "\n\r\t" for char in text) else None
+
+
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as they are, if every YAML parser reads them back unchanged."""
+    """Writes texts of several lines as they are, where YAML can."""
 
 
 def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
