@@ -77,6 +77,7 @@ def test_the_example_is_packaged_applied_and_named_by_its_run(
         b"",
         b"\n",
         b"one line",
+        *(b"y", b"No", b"null", b"~", b"1e5", b"0o7", b"0x1f", b"1:30", b".inf", b"2026-11-23"),
         b" leading\n  more\n\n\n",
         b"windows\r\nline\rends",
         "größe = '词'\n# \u2028 \x85 \ufeff".encode(),
@@ -87,7 +88,7 @@ def test_the_example_is_packaged_applied_and_named_by_its_run(
     ],
 )
 def test_every_byte_arrives(plane: Cluster, odd: bytes) -> None:
-    files = {"odd.py": odd, "-other._9": b"x = 1\n"}
+    files = {"odd.py": odd, "-other._9": b"x = 1\n", "y": b"", "1e5": b"", "on": b"", "0": b""}
     assert applied(plane, config_map("odd", None, files), "--dry-run=server") == files
 
 

@@ -223,8 +223,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Go reads y and 1e5 as other types, and PyYAML does not know.
+    quoted = None if re.fullmatch(r"[A-Za-z]{2}[\w./-]*", text, re.ASCII) else '"'
     as_it_is = "\n" in text and all(line.isprintable() for line in text.split("\n"))
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if as_it_is else None)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, "|" if as_it_is else quoted)
 
 
 _Dumper.add_representer(str, _represent)
@@ -353,7 +355,8 @@ def check_copy(
                 typer.echo(done.stdout + done.stderr, err=True)
                 typer.echo(
                     "The packaged copy fails, alone in an empty folder. A module or a file may "
-                    "be missing in it: import it, or name it in the run. Packages must be installed here too.",
+                    "be missing in it: import it, or name it in the run. Packages must be "
+                    "installed here too.",
                     err=True,
                 )
                 raise typer.Exit(ExitCode.FAILED)
