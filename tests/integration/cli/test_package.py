@@ -100,7 +100,7 @@ def test_the_limit_is_that_of_the_apiserver(plane: Cluster, byte: bytes) -> None
     manifest["data"] = {**manifest.get("data", {}), "z": "1"}
     with pytest.raises(CommandFailed) as caught:
         applied(plane, manifest)
-    assert "must have at most 1048576 bytes" in caught.value.stderr
+    assert "Too long: may not be more than 1048576 bytes" in caught.value.stderr
 
 
 @pytest.mark.parametrize("key", ["a/b.py", "with space", "..hidden", "größe.py", "x" * 254])
