@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agenticrun_workers.agents.outside.formats import AnswerFormat, check_schema
+from agenticrun_workers.agents.outside.formats import MAX_SPACES, AnswerFormat, check_schema
 from agenticrun_workers.agents.outside.messages import ApiError
 
 STRICT: dict[str, Any] = {
@@ -181,6 +181,11 @@ def test_with_a_schema_and_tools_the_first_character_decides() -> None:
     assert form.read(ONE).complete
     assert form.read('<tool_call>{"name": "add", "arguments": {}}</tool_call>').complete
     assert form.read("Well").next == "{"
+
+
+def test_spaces_without_end_are_ended() -> None:
+    reading = AnswerFormat(schema=STRICT).read("{" + "\n" * 100)
+    assert (reading.fits, reading.next, reading.complete) == (1 + MAX_SPACES, '"name": ', False)
 
 
 def test_values_that_are_nested_without_end_are_ended() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from agenticrun_workers.agents import AgentLimits
 from agenticrun_workers.agents.outside.messages import ApiError
 from agenticrun_workers.agents.outside.session import MAX_DRAFTS
-from agenticrun_workers.types import GenerationRequest
+from agenticrun_workers.types import FinishReason, GenerationRequest
 from outside_agents import (
     CHAT,
     LIMITS,
@@ -181,6 +182,76 @@ def test_a_call_that_the_client_demands_is_begun_by_the_endpoint(
     assert len(trajectories) == len(draws)
 
 
+async def test_after_a_draft_the_policy_is_asked_for_few_tokens_that_grow() -> None:
+    whole = json.dumps({"sum": 1, "why": "x" * 150})
+    policy, first = Says(rest_of(whole)), Says(["Well"])
+
+    async def generate(request: GenerationRequest) -> Any:
+        return await (policy(request) if first.asked else first(request))
+
+    one = session(generate)
+    response = await one.chat(
+        {"model": "policy", "messages": [user("?")], "response_format": FORMAT}
+    )
+    assert response.choices[0].message.content == whole
+    sizes = [request.sampling.max_new_tokens for request, _ in policy.asked]
+    assert sizes == [32, 64, 128]
+    draft, answer = one.recorded.answers
+    made = np.concatenate([generation.logprobs_T for _, generation in policy.asked])
+    said = answer.sampled.generation
+    assert said.logprobs_T.tolist() == made[: len(said.logprobs_T)].tolist()
+    assert draft.draft_of is answer
+    assert np.array_equal(answer.sampled.prompt_T, policy.asked[0][0].prompt_tokens)
+
+
+async def test_bytes_that_are_no_character_leave_the_format() -> None:
+    """A byte-level policy may sample the first byte of a character again and again."""
+    (first, *_) = TOKENIZER.encode("\N{PILE OF POO}", add_special_tokens=False)
+    policy = Says(['{"sum": 1, "why": "x"}'])
+
+    async def generate(request: GenerationRequest) -> Any:
+        if not policy.asked:
+            made = await policy(request)
+            return replace(
+                made,
+                tokens_T=np.full(30, first, np.int32),
+                logprobs_T=np.zeros(30, np.float32),
+                versions_T=np.zeros(30, np.int32),
+                finish=FinishReason.LENGTH,
+            )
+        return await rest(request)
+
+    rest = Says(rest_of('{"sum": 1, "why": "x"}'))
+    one = session(generate)
+    response = await one.chat(
+        {"model": "policy", "messages": [user("?")], "response_format": FORMAT}
+    )
+    assert response.choices[0].message.content == '{"sum": 1, "why": "x"}'
+    assert len(one.recorded.answers) == 2
+
+
+def test_a_stop_text_ends_an_answer_before_its_format_does(agent_of: Any) -> None:
+    """smolagents demands a call and sends stop texts, too."""
+
+    async def run(base_url: str, task: Any) -> float:
+        for says, ends in ((CALL, "tool_calls"), ('{"a": "Observation: 1"}', "stop")):
+            answer = await say(
+                base_url,
+                [user(says)],
+                tools=TOOLS[:1],
+                tool_choice="required",
+                stop=["Calling tools:", "Observation:"],
+            )
+            assert answer.choices[0].finish_reason == ends
+        assert answer.choices[0].message.content.endswith('{"a": "')
+        return 1.0
+
+    policy = Says(['{"a": 1}}\n</tool_call>Observation:', '{"a": "Observation: 1"}'])
+    trajectories = play(policy, run=agent_of(run))
+    check_token_for_token(trajectories, policy.asked)
+    assert CHAT.shown(trajectories[1].tokens_T).endswith('{"a": "Observation:')
+
+
 def test_with_tools_and_a_format_the_policy_calls_or_answers(agent_of: Any) -> None:
     async def run(base_url: str, task: Any) -> float:
         messages: list[Any] = [user("?")]
@@ -235,7 +306,6 @@ async def test_the_arguments_of_a_strict_tool_follow_its_schema() -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tool_choice": "required", "tools": TOOLS, "stop": "x"}, "stop"),
         ({"response_format": FORMAT, "max_tokens": 0}, "max_tokens"),
         ({"tool_choice": NAMED, "tools": TOOLS, "max_tokens": 5}, "max_tokens"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),

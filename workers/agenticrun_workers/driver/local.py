@@ -186,6 +186,12 @@ def threads_of_this_process(logs: Path) -> Iterator[Launcher]:
     """
     before = os.environ.get(LOG_FOLDER)
     os.environ[LOG_FOLDER] = str(logs.absolute())
+    import transformers
+
+    # It loads its classes when they are first asked for. Of two threads that ask at once, one may
+    # be told that there is no such class.
+    for name in ("PreTrainedModel", "PreTrainedTokenizerFast"):
+        getattr(transformers, name)
     launcher = InProcessLauncher()
     try:
         yield launcher

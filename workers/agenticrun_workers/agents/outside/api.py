@@ -99,10 +99,6 @@ def chat_request(body: Any, limits: AgentLimits, model: str) -> ChatRequest:
         )
     options = fields.request_options(limits, max_tokens or older, logprobs)
     fields.end((*NEUTRAL.keys() - set(COMPLETION_ONLY),))
-    if wanted is not None and options.stop:
-        raise refused(
-            "stop", "cannot end an answer whose format response_format or tool_choice set"
-        )
     calls = bool(tools) and choice != "none"
     return ChatRequest(options, messages, tuple(tools), calls, calls and parallel is False, wanted)
 

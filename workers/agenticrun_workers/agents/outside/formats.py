@@ -14,6 +14,8 @@ from typing import Any
 from agenticrun_workers.agents.outside.messages import refused
 
 SPACE = " \t\n\r"
+MAX_SPACES = 40
+"""Most spaces and line breaks between two parts of a value: a weak policy would go on for ever."""
 HEX = "0123456789abcdefABCDEF"
 MAX_DEPTH = 48
 """Limit of nested values in an answer, and of references that lead to references."""
@@ -117,7 +119,8 @@ class _Reader:
         return self.at < len(self._text) and self._text[self.at] in letters
 
     def skip_space(self) -> None:
-        while self.sees(SPACE):
+        end = self.at + MAX_SPACES
+        while self.at < end and self.sees(SPACE):
             self.at += 1
 
     def call(self, calls: Mapping[str, Schema]) -> None:

@@ -9,6 +9,7 @@ a fork, and one with a different beginning is a root.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import re
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Text that a tokenizer shows for the first bytes of a character."""
+
+UNFINISHED_BYTES = 3
+"""Most bytes of a character that is not finished. More of them are no character."""
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -216,6 +220,11 @@ REDRAWS = 3
 """Draws for one place of an answer that leave its format before the endpoint writes there."""
 MAX_DRAFTS = 16
 """Draws of one answer that leave its format before the endpoint writes the rest."""
+
+
+FIRST_CHUNK = 32
+"""Tokens of the draw after a draft. A draw that fits goes on with twice as many: the policy may
+leave the format again, and what it samples after that is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,25 +522,32 @@ class Session:
         if answer.size >= longest:
             raise refused("max_tokens", f"{longest} leave no room for the format of the answer")
         drafts: list[tuple[IntArray, Generation]] = []
-        misses = 0
-        while True:
-            before_T = answer.tokens_T
+        misses, chunk = 0, longest
+        before_T, start = answer.tokens_T, answer.size
+        for count in itertools.count():
             drawn = await self._generation(
-                before_T,
-                longest - answer.size,
+                answer.tokens_T,
+                min(chunk, longest - answer.size),
                 options.seed,
-                [*place, *([len(drafts)] if drafts else ())],
+                [*place, *([count] if count else ())],
             )
-            start = answer.size
             answer.add(drawn)
             reading = form.read(answer.text)
+            if (stop := _first_of(options.stop, answer.text[: reading.fits])) is not None:
+                answer.cut(answer.first(stop.end()))
+                return answer.drawn(before_T, start, drafts, stop.start(), FinishReason.STOP)
             if reading.complete:
                 answer.cut(answer.first(reading.fits))
                 return answer.drawn(before_T, start, drafts, reading.fits, FinishReason.STOP)
             if reading.fits == len(answer.text) and drawn.finish is FinishReason.LENGTH:
-                return answer.drawn(before_T, start, drafts, None, FinishReason.LENGTH)
+                if answer.size >= longest:
+                    return answer.drawn(before_T, start, drafts, None, FinishReason.LENGTH)
+                chunk *= 2
+                continue
             kept = max(start, min(answer.first(reading.fits + 1), answer.size) - 1)
-            drafts.append((before_T, cut(drawn, kept + 1 - start)))
+            drafts.append((before_T, answer.part(start, kept + 1)))
+            chunk = FIRST_CHUNK
+            kept = max(start, answer.finished(kept))
             misses = misses + 1 if kept == start else 1
             answer.cut(kept)
             reading = form.read(answer.text)
@@ -552,6 +568,8 @@ class Session:
                 return answer.drawn(
                     answer.tokens_T, answer.size, drafts, reading.fits, FinishReason.STOP
                 )
+            before_T, start = answer.tokens_T, answer.size
+        raise AssertionError("the count has no end")
 
     def _encoded(self, text: str) -> IntArray:
         """Return the tokens of a part of an answer. Raises `ApiError` if it has none."""
@@ -575,10 +593,10 @@ class Session:
         chat, calls = self.policy.chat, self.policy.calls
 
         def end_of(text: str) -> int | None:
-            ends = [text.index(stop) for stop in stops if stop in text]
-            if one_call and (call := calls.search(text)):
-                ends.append(call.end())
-            return min(ends, default=None)
+            stop = _first_of(stops, text)
+            call = calls.search(text) if one_call else None
+            ends = [stop.start()] if stop else []
+            return min([*ends, *([call.end()] if call else [])], default=None)
 
         def stopped(size: int) -> bool:
             return end_of(chat.text(whole.tokens_T[:size])) is not None
@@ -618,13 +636,21 @@ class _Parts:
         return self._text(self.size)
 
     def _text(self, size: int) -> str:
-        return self._chat.text(self._said.tokens_T[:size]).rstrip(UNFINISHED)
+        text = self._chat.text(self._said.tokens_T[:size])
+        last = text[-UNFINISHED_BYTES:]
+        return text[: len(text) - len(last)] + last.rstrip(UNFINISHED)
 
     def first(self, characters: int) -> int:
         """Return the smallest number of tokens with so much text; all and one if there is none."""
         return bisect_left(
             range(self.size + 1), True, key=lambda size: len(self._text(size)) >= characters
         )
+
+    def finished(self, size: int) -> int:
+        """Return the number of the first `size` tokens that end with a whole character."""
+        while size and self._chat.text(self._said.tokens_T[:size]).endswith(UNFINISHED):
+            size -= 1
+        return size
 
     def add(self, drawn: Generation) -> None:
         """Add what was sampled."""
@@ -646,6 +672,16 @@ class _Parts:
                 logprobs_T=np.zeros(count, np.float32),
                 versions_T=np.full(count, -1, np.int32),
             )
+        )
+
+    def part(self, start: int, end: int) -> Generation:
+        """Return the tokens from `start` to before `end`."""
+        said = self._said
+        return replace(
+            said,
+            tokens_T=said.tokens_T[start:end],
+            logprobs_T=said.logprobs_T[start:end],
+            versions_T=said.versions_T[start:end],
         )
 
     def cut(self, size: int) -> None:
@@ -670,16 +706,16 @@ class _Parts:
             finish: reason for the end.
         """
         said = self._said
-        last = replace(
-            said,
-            tokens_T=said.tokens_T[start:],
-            logprobs_T=said.logprobs_T[start:],
-            versions_T=said.versions_T[start:],
-            finish=finish,
-        )
+        last = replace(self.part(start, self.size), finish=finish)
         return Drawn(
             before_T, last, replace(said, finish=finish), self.text[:characters], tuple(drafts)
         )
+
+
+def _first_of(stops: Sequence[str], text: str) -> re.Match[str] | None:
+    """Return the place of the first stop text, or None."""
+    found = [match for stop in stops if (match := re.search(re.escape(stop), text))]
+    return min(found, key=lambda match: match.start(), default=None)
 
 
 def cut(generation: Generation, size: int) -> Generation:

@@ -1,0 +1,78 @@
+"""The examples of agent frameworks: the real framework trains a model for one step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from outside_agents import TOKENIZER
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+CHANGES: dict[str, Any] = {
+    "roles.trainer.gpus": 0,
+    "roles.inference.gpus": 0,
+    "pipeline.actorInfer.strategy.name": "transformers",
+    "pipeline.maxSteps": 1,
+    "pipeline.rolloutBatchSize": 4,
+    "pipeline.trainEnvs": "{groups: 1, groupSize: 4, tags: [Sums]}",
+    "pipeline.valEnvs": "{groups: 1, tags: [Sums]}",
+    "pipeline.valBatchSize": 1,
+    "pipeline.envs.0.maxTokensPerStep": 96,
+}
+"""What makes one step on a CPU of an example for GPUs."""
+
+
+@pytest.fixture
+def random_model(tmp_path: Path) -> Path:
+    """A model that reads and writes any bytes, and knows nothing."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(TOKENIZER),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        eos_token_id=TOKENIZER.eos_token_id,
+        pad_token_id=TOKENIZER.pad_token_id,
+    )
+    folder = tmp_path / "model"
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def test_openai_agents_trains_with_a_tool_structured_output_and_streams(
+    random_model: Path, tmp_path: Path
+) -> None:
+    """A random model leaves the format of every answer, so each one has drafts."""
+    example = EXAMPLES / "openai-agents"
+    changes = {"model.path": random_model, **CHANGES}
+    command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "--in-process"]
+    command += ["-f", str(example / "agenticrun.yaml"), "-o", str(tmp_path / "out")]
+    command += [
+        word for name, value in changes.items() for word in ("--set", f"spec.{name}={value}")
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(example), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    (step,) = [line for line in lines if "system/tps" in line]
+    assert step["stop/completed"] == 1, step
+    assert step["engine/logprob_gap"] < 1e-4
+    assert "/v1/responses" in (tmp_path / "out/run.log").read_text()
+    assert "not valid" in (tmp_path / "out/samples/step-1.txt").read_text()
