@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from outside_agents import TOKENIZER
+from agenticrun_workers.types import GenerationRequest
+from outside_agents import CHAT, TOKENIZER, Says, check_token_for_token, play
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CHANGES: dict[str, Any] = {
@@ -76,3 +78,34 @@ def test_openai_agents_trains_with_a_tool_structured_output_and_streams(
     assert step["engine/logprob_gap"] < 1e-4
     assert "/v1/responses" in (tmp_path / "out/run.log").read_text()
     assert "not valid" in (tmp_path / "out/samples/step-1.txt").read_text()
+
+
+def test_a_graph_of_langgraph_works_with_a_tool_and_answers_as_json(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """LangGraph has an environment of its own, which uv makes and keeps in its cache."""
+    example = EXAMPLES / "langgraph"
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert uv is not None, "uv is a dependency of the extra dev: run make setup"
+    python = [uv, "run", "--quiet", "--no-project", "--python", sys.executable]
+    python += ["--with-requirements", str(example / "requirements.txt"), "python"]
+    made = subprocess.run([*python, "-c", "import langgraph"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    monkeypatch.setenv("PYTHONPATH", str(example))
+
+    def says(request: GenerationRequest) -> str:
+        prompt = CHAT.shown(request.prompt_tokens)
+        if "Give the total" in prompt:
+            return '{"total": 2}'
+        if "<tool_response>" in prompt:
+            return "It is 2."
+        return '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
+
+    policy = Says(says)
+    trajectories = play(policy, command=[*python, "-m", "graph"], reward="environment")
+    assert [trajectory.error for trajectory in trajectories] == ["", ""]
+    check_token_for_token(trajectories, policy.asked)
+    worked, answered = trajectories
+    assert "<tool_response>\n2\n</tool_response>" in CHAT.shown(worked.tokens_T)
+    assert [turn.action for turn in answered.turns] == ['{"total": 2}']
+    assert worked.score == answered.score == pytest.approx(len('{"total": 2}') / 10)
