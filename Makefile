@@ -60,7 +60,7 @@ check-generated: setup
 
 .PHONY: docs
 docs: setup ## Build the documentation as a site into build/docs; broken links and anchors are errors
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .PHONY: docs-serve
 docs-serve: setup ## Serve the documentation on http://127.0.0.1:8000, built again at every change

@@ -83,6 +83,13 @@ def test_a_page_that_loads_from_another_host_is_noticed(html: str, loads: bool) 
     assert bool(site.loaded_from_elsewhere(html)) is loads
 
 
+def test_a_broken_link_is_an_error() -> None:
+    built = re.findall(r"mkdocs build (.*)", (ROOT / "Makefile").read_text())
+    assert built == ["--strict"], "--quiet hides warnings from --strict: broken links would pass"
+    links = CONFIG["validation"]["links"]
+    assert {links[kind] for kind in ("not_found", "anchors", "unrecognized_links")} == {"warn"}
+
+
 def test_the_theme_loads_no_fonts() -> None:
     assert CONFIG["theme"]["font"] is False
 
