@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_api.algorithm import Guards
-from agenticrun_workers.driver.guards import GuardTripped, GuardWatch
+from agenticrun_workers.driver.guards import BLIND_STEPS, GuardTripped, GuardWatch
 
 ENTROPY = Guards(min_entropy=0.5, patience=2)
 
@@ -54,6 +54,18 @@ def test_a_step_that_measures_nothing_changes_nothing() -> None:
     watch = GuardWatch(ENTROPY)
     said = [watch.observe(metrics) for metrics in (entropy(0.1), {}, entropy(0.1), {})]
     assert [step.metrics["guard/entropy"] for step in said] == [0, 0, 1, 1]
+
+
+def test_a_guard_that_sees_nothing_for_long_says_so_once() -> None:
+    watch = GuardWatch(Guards())
+    steps = [watch.observe({}) for _ in range(3 * BLIND_STEPS)]
+    (number,) = [number for number, step in enumerate(steps, 1) if step.messages]
+    assert number == BLIND_STEPS
+    (message,) = steps[number - 1].messages
+    assert message.startswith("guard logprob_gap (spec.pipeline.guards.maxLogprobGap) sees nothing")
+    watch.observe({"engine/logprob_gap": 0.0})
+    again = [watch.observe({}) for _ in range(BLIND_STEPS)]
+    assert [bool(step.messages) for step in again] == [False] * (BLIND_STEPS - 1) + [True]
 
 
 @pytest.mark.parametrize(

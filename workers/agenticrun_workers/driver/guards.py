@@ -1,14 +1,15 @@
 """Guards: alarms on a run's metrics (`pipeline.guards`). Pure: metrics in, alarms out.
 
 An alarm goes up when its condition has held for `patience` steps in a row, and down at the first
-step at which it does not hold. A step that does not measure the metric changes nothing. NaN counts
-as beyond the bound.
+step at which it does not hold. A step that does not measure the metric changes nothing, but many of
+them are reported: the guard sees nothing. NaN counts as beyond the bound.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,10 @@ from agenticrun_api.algorithm import Guards
 
 GuardState = dict[str, int]
 """Guard -> number of steps in a row at which its condition held. Saved in checkpoints."""
+
+
+BLIND_STEPS = 20
+"""Steps in a row without the metric after which a guard says, once, that it sees nothing."""
 
 
 class GuardTripped(Exception):
@@ -35,6 +40,8 @@ class Guard:
     upper: bool
     """True: `bound` is the largest good value. False: the smallest."""
     advice: str
+    blind: str = ""
+    """Why steps may not measure the metric."""
 
     def worst(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
         """Return name and value of the worst metric; None if the step measured none."""
@@ -75,6 +82,7 @@ class GuardWatch:
         self._guards = guards_of(spec)
         self._streaks = {guard.name: (state or {}).get(guard.name, 0) for guard in self._guards}
         self._reasons: dict[str, str] = {}
+        self._unmeasured: Counter[str] = Counter()
 
     @property
     def state(self) -> GuardState:
@@ -94,7 +102,14 @@ class GuardWatch:
         for guard in self._guards:
             measured = guard.worst(metrics)
             if measured is None:
+                self._unmeasured[guard.name] += 1
+                if self._unmeasured[guard.name] == BLIND_STEPS:
+                    messages.append(
+                        f"guard {guard.name} (spec.pipeline.guards.{guard.field}) sees nothing: "
+                        f"{BLIND_STEPS} steps in a row did not measure its metric. {guard.blind}".rstrip()
+                    )
                 continue
+            self._unmeasured[guard.name] = 0
             name, value = measured
             self._streaks[guard.name] = self._streaks[guard.name] + 1 if guard.holds(value) else 0
             self._reasons[guard.name] = self._reason(guard, name, value)
@@ -142,6 +157,8 @@ def guards_of(spec: Guards) -> tuple[Guard, ...]:
             upper=True,
             advice="trainer and engine give different log-probs on the same weights, "
             "so importance ratios are wrong",
+            blind="No token was sampled with the weights that a step began with: "
+            "lower staleness.max or modelUpdateFrequency to see the gap",
         )
     ]
     if spec.min_entropy is not None:
@@ -154,6 +171,7 @@ def guards_of(spec: Guards) -> tuple[Guard, ...]:
                 upper=False,
                 advice="the policy has collapsed onto few answers: "
                 "raise entropyLossCoef or lower the learning rate",
+                blind="The policy is not trained during criticWarmup",
             )
         )
     if spec.max_zero_variance_share is not None:
