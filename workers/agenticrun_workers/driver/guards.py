@@ -41,7 +41,7 @@ class Guard:
     """True: `bound` is the largest good value. False: the smallest."""
     advice: str
     blind: str = ""
-    """Why steps may not measure the metric."""
+    """End of the message that steps do not measure the metric: why."""
 
     def worst(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
         """Return name and value of the worst metric; None if the step measured none."""
@@ -106,7 +106,7 @@ class GuardWatch:
                 if self._unmeasured[guard.name] == BLIND_STEPS:
                     messages.append(
                         f"guard {guard.name} (spec.pipeline.guards.{guard.field}) sees nothing: "
-                        f"{BLIND_STEPS} steps in a row did not measure its metric. {guard.blind}".rstrip()
+                        f"{BLIND_STEPS} steps in a row did not measure its metric{guard.blind}"
                     )
                 continue
             self._unmeasured[guard.name] = 0
@@ -157,7 +157,7 @@ def guards_of(spec: Guards) -> tuple[Guard, ...]:
             upper=True,
             advice="trainer and engine give different log-probs on the same weights, "
             "so importance ratios are wrong",
-            blind="No token was sampled with the weights that a step began with: "
+            blind=": no token was sampled with the weights that a step began with: "
             "lower staleness.max or modelUpdateFrequency to see the gap",
         )
     ]
@@ -171,7 +171,7 @@ def guards_of(spec: Guards) -> tuple[Guard, ...]:
                 upper=False,
                 advice="the policy has collapsed onto few answers: "
                 "raise entropyLossCoef or lower the learning rate",
-                blind="The policy is not trained during criticWarmup",
+                blind=": the policy is not trained during criticWarmup",
             )
         )
     if spec.max_zero_variance_share is not None:
