@@ -219,6 +219,11 @@ def test_values_that_are_nested_without_end_are_ended() -> None:
         ),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "s.required"),
         ({"type": "object", "properties": {"a": False}}, "s.properties.a"),
+        ({"type": 5}, "s.type"),
+        ({"type": []}, "s.type"),
+        ({"type": "object", "required": 5}, "s.required"),
+        ({"type": "object", "required": [["a"]]}, "s.required"),
+        ({"type": "object", "properties": {"a": {"allOf": 5}}}, "s.properties.a.allOf"),
         (
             {
                 "type": "object",

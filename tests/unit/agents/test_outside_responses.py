@@ -157,6 +157,7 @@ def test_an_answer_that_is_cut_is_incomplete(agent_of: Any) -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "low"}}, "reasoning"),
         ({"include": ["web_search_call.results"]}, "include"),
+        ({"include": 5}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -616,3 +616,18 @@ async def test_a_guard_that_may_fail_the_run_does_so_after_the_step_is_logged(
     with pytest.raises(GuardTripped, match="entropy"):
         await run.loop.run()
     assert [metrics["guard/entropy"] for _, metrics in run.logged] == [0.0, 1.0]
+
+
+async def test_environments_that_are_left_out_are_named_in_every_activity(tmp_path: Path) -> None:
+    sink = Sink()
+    progress = ProgressReporter(sink, AttemptId("uid", "run-1", 1), 3)
+    progress.note("without environments that fail: B (env_error: no)")
+    progress.activity(Activity.ROLLOUT)
+    progress.activity(Activity.TRAINING, "guard entropy: low")
+    progress.note("")
+    progress.activity(Activity.ROLLOUT)
+    assert [snapshot.message for snapshot in sink.snapshots[-3:]] == [
+        "without environments that fail: B (env_error: no)",
+        "guard entropy: low; without environments that fail: B (env_error: no)",
+        "",
+    ]

@@ -106,6 +106,20 @@ def test_without_a_terminal_a_long_warm_up_says_now_and_then_how_far_it_is() -> 
     assert steps == [0, 34, 68]
 
 
+def test_without_a_terminal_a_message_of_training_is_printed_once() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with PlainDisplay(console) as display:
+        for step in range(3):
+            for activity in (Activity.ROLLOUT, Activity.TRAINING):
+                message = "without environments that fail: B" if step else ""
+                display.update(
+                    progress(step, 0.5, activity).model_copy(update={"message": message})
+                )
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().count("[rollout] without environments that fail: B\n") == 1
+    assert console.file.getvalue().count("without environments") == 1
+
+
 def test_the_live_picture_shows_steps_success_curve_and_sample() -> None:
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     with LiveDisplay(console, RUN) as display:

@@ -34,6 +34,7 @@ from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import StopReason, Stream, Trajectory, Turn
 from rollout_fakes import FakeEngine, Remote
+from tiny_runs import tiny_run
 from waiting import eventually_in_loop
 
 TOKENIZER = build_task_tokenizer(
@@ -553,3 +554,23 @@ async def test_others_run_between_the_constructors_of_two_environments(
     await asyncio.gather(*(cache.take("A") for _ in range(8)))
     ticking.cancel()
     assert len(set(built_at)) == 8
+
+
+class Terse:
+    """An environment without an instruction, which is optional."""
+
+    def reset(self, seed: int, split: str) -> str:
+        return "?"
+
+    def step(self, action: str) -> StepResult:
+        return StepResult("over", 0.0, terminated=True)
+
+
+def test_an_environment_needs_no_instruction() -> None:
+    run = tiny_run(
+        envs=[{"tag": "Terse", "type": f"{__name__}:Terse", "maxSteps": 1}],
+        trainEnvs={"groups": 4, "groupSize": 2, "tags": ["Terse"]},
+        valEnvs=None,
+        evalSteps=0,
+    )
+    assert "" in describe_envs(run.spec.pipeline).texts

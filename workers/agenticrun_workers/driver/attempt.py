@@ -234,15 +234,14 @@ def exit_code(report: FinalReport) -> ExitCode:
 
 def summary(steps: int, loop: Loop) -> str:
     """Return the message of a run that succeeded."""
-    parts = [f"trained {steps} steps"]
+    parts = [f"trained {steps} step{'s' * (steps != 1)}"]
     success = success_of(loop.last_validation)
     if success is not None:
         baselines = ", ".join(
             f"{name} {value:.2f}" for name, value in sorted(loop.baselines.items())
         )
         parts.append(f"validation success {success:.2f}" + (f" ({baselines})" if baselines else ""))
-    if loop.early_end:
-        parts.append(loop.early_end)
+    parts += [note for note in (loop.early_end, loop.evicted) if note]
     return "; ".join(parts)
 
 

@@ -153,6 +153,8 @@ class Loop:
         self._engine_time = EngineTime(parts.engines.stats, parts.idle_seconds)
         self.early_end: str | None = None
         """Why there are fewer steps than `maxSteps`, if there are."""
+        self.evicted = ""
+        """Which environments are left out because they fail, and why, if there are any."""
         self.last_validation: Metrics = {}
         """The val/... metrics of the last validation."""
 
@@ -301,17 +303,18 @@ class Loop:
         assert self._synced is not None
         self._parts.rollout.advance(self._step, self._synced)
         with self._stopwatch.phase("rollout"):
-            return await self._guarded(self._parts.rollout.batch())
+            batch = await self._guarded(self._parts.rollout.batch())
+        without = ", ".join(f"{tag} ({error})" for tag, error in batch.evicted.items())
+        self.evicted = f"without environments that fail: {without}" if without else ""
+        self._parts.progress.note(self.evicted)
+        return batch
 
     async def _train(self, batch: Batch) -> Metrics:
         """Train on a batch; the policy becomes version step + 1.
 
         A stop request waits until the step ends, so that no finished trajectory is lost.
         """
-        without = ", ".join(f"{tag} ({error})" for tag, error in batch.evicted.items())
-        self._parts.progress.activity(
-            Activity.TRAINING, f"without environments that always fail: {without}" * bool(without)
-        )
+        self._parts.progress.activity(Activity.TRAINING)
         await self._trainers_compute()
         groups = select_groups(self._pipeline, batch.groups)
         learned = await self._training_step.train(groups, self._step + 1)

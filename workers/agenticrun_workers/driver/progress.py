@@ -38,6 +38,7 @@ class ProgressReporter:
         self, sink: ProgressSink, attempt: AttemptId, max_steps: int, generation: int = 0
     ) -> None:
         self._sink = sink
+        self._note = ""
         self._step_times: deque[float] = deque(maxlen=NEWEST_STEPS + 1)
         self._progress = Progress(
             version=__version__,
@@ -72,7 +73,12 @@ class ProgressReporter:
 
     def activity(self, activity: Activity, message: str = "") -> None:
         """Report what the run is doing."""
-        self._change(activity=activity, message=message[:1024])
+        said = "; ".join(part for part in (message, self._note) if part)
+        self._change(activity=activity, message=said[:1024])
+
+    def note(self, note: str) -> None:
+        """Add this to the messages of all activities from now on; empty adds nothing."""
+        self._note = note
 
     def resumed(self, step: int, checkpoint: CheckpointStatus) -> None:
         """Report that the attempt continues from a checkpoint."""

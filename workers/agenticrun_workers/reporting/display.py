@@ -54,6 +54,9 @@ class PlainDisplay:
         """See `ProgressSink`."""
         if progress.activity not in (Activity.ROLLOUT, Activity.TRAINING, Activity.VALIDATION):
             self._tell_phase(progress)
+        elif progress.message not in ("", self._message):
+            self._message = progress.message
+            self._print(f"[{progress.activity}] {progress.message}")
         if validated(self._activity, progress):
             self._print(validation_line(progress.step, progress.metrics))
         self._activity = progress.activity

@@ -208,7 +208,8 @@ def describe_envs(pipeline: Pipeline) -> TokenizerCorpus:
         if isinstance(env, HasVocabulary):
             vocabulary += env.vocabulary()
         try:
-            texts += [env.instruction, *agent_texts(spec.agent.type, spec.agent.config)]
+            instruction = getattr(env, "instruction", "")
+            texts += [instruction, *agent_texts(spec.agent.type, spec.agent.config)]
         except PluginError as error:
             raise InvalidConfig(f"{path}.agent.type", str(error)) from error
     return TokenizerCorpus(tuple(vocabulary), tuple(texts))

@@ -1,10 +1,10 @@
-"""Circuit breaker for environments: one kind that always fails must not slow down the others.
+"""Circuit breaker for environments: one kind that fails must not slow down the others.
 
-Without it every group of a failing kind is tried `maxRerolls` times, waits for its timeouts, and is
-dropped. A kind of which `MAX_FAILED` groups in a row were dropped is evicted: its group numbers are
-left out, and the other kinds fill the batches in their shares. In each step one of its groups may
-try again; if that can be trained on, the kind is back. The last kind is never evicted, because
-there is nothing to train on without it: the run then ends with `TooManyDropped`.
+Without it every group of a failing kind runs its episodes again (`maxRerolls`), waits for their
+timeouts, and is dropped. A kind of which `MAX_FAILED` groups in a row were dropped is evicted: its
+group numbers are left out, and the other kinds fill the batches in their shares. In each step one
+of its groups may try again; if that can be trained on, the kind is back. The last kind is never
+evicted, because there is nothing to train on without it: the run then ends with `TooManyDropped`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 log = logging.getLogger(__name__)
 
 MAX_FAILED = 3
-"""Groups in a row. Each has up to groupSize * (1 + maxRerolls) episodes that all failed."""
+"""Groups in a row, each with fewer than two episodes that can be trained on after re-rolls."""
 
 
 class EnvBreaker:
@@ -62,9 +62,9 @@ class EnvBreaker:
         elif self._failed[tag] >= MAX_FAILED and len(self._tags) - len(self._evicted) > 1:
             self._evicted[tag] = error
             log.warning(
-                "environment %r is evicted: %d groups in a row had no episode that can be trained "
-                "on. The last error: %s. The run goes on with the others, and tries one of its "
-                "groups in each step",
+                "environment %r is evicted: %d groups in a row had too few episodes that can be "
+                "trained on. The last error: %s. The run goes on with the others, and tries one "
+                "of its groups in each step",
                 tag,
                 self._failed[tag],
                 error,

@@ -198,7 +198,7 @@ def completion_request(body: Any, limits: AgentLimits, model: str) -> Completion
     if logprobs:
         raise refused(
             "logprobs",
-            "must be 0, for those of the sampled tokens: the engines do not tell of others",
+            "must be 0, for those of the sampled tokens: the engines do not report others",
         )
     options = fields.request_options(limits, fields.number("max_tokens", 1), logprobs == 0)
     best_of = fields.number("best_of", 1)

@@ -404,14 +404,19 @@ def _check_part(schema: Any, path: str, root: Schema) -> None:
     if said and "type" not in schema and not {"enum", "const", *ELSEWHERE} & {*said}:
         raise refused(f"{path}.type", "is missing")
     kinds = schema.get("type", "object")
-    if any(kind not in TYPES for kind in ([kinds] if isinstance(kinds, str) else kinds)):
+    listed = kinds if isinstance(kinds, list) else [kinds]
+    if not listed or any(not isinstance(kind, str) or kind not in TYPES for kind in listed):
         raise refused(f"{path}.type", f"must be one of {', '.join(TYPES)}, not {kinds!r}")
     if "enum" in schema and not (isinstance(schema["enum"], list) and schema["enum"]):
         raise refused(f"{path}.enum", "a list of values is expected, at least one")
-    if len(schema.get("allOf", ())) > 1:
+    every = schema.get("allOf", [])
+    if isinstance(every, list) and len(every) > 1:
         raise refused(f"{path}.allOf", "more than one schema cannot be enforced")
     _check_array(schema, path)
-    absent = [key for key in schema.get("required", ()) if key not in schema.get("properties", {})]
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+        raise refused(f"{path}.required", "a list of names is expected")
+    absent = [key for key in required if key not in schema.get("properties", {})]
     if absent and schema.get("additionalProperties", True) is False:
         raise refused(f"{path}.required", f"{absent[0]!r} is not one of the properties")
     if "$ref" in schema:

@@ -80,7 +80,9 @@ def chat_body(body: Any) -> dict[str, Any]:
         chat["tool_choice"] = _tool_choice(choice)
     if text := left.pop("text", None):
         chat["response_format"] = _response_format(text)
-    include = left.pop("include", [])
+    include = left.pop("include", None) or []
+    if not isinstance(include, list):
+        raise refused("include", "a list is expected", "invalid_type")
     unknown = [each for each in include if each not in (LOGPROBS, *WITHOUT_EFFECT)]
     if unknown:
         raise refused("include", f"{unknown[0]!r} is not supported", "unsupported_value")
