@@ -374,6 +374,82 @@ def test_the_command_writes_what_a_person_must_do_into_the_run(tmp_path: Path) -
     assert "train_env_manager.group_size" not in result.stderr
 
 
+@pytest.mark.parametrize("given", [{"api_key": "not-a-real-key"}, {"mode": "online"}, {}])
+def test_wandb_without_its_key_is_offline_and_the_screen_says_so(given: dict[str, Any]) -> None:
+    conversion = converted({"track_with": "wandb", "tracker_kwargs": given})
+    wandb = parse_run(conversion.document).spec.tracking.wandb
+    assert wandb is not None
+    assert wandb.mode == "offline"
+    assert exit_code(conversion) is ConvertExit.READY
+    screen = " ".join("\n".join(summary(conversion, "x")).split())
+    assert "track_with: wandb mode: offline is written" in screen
+    assert "WANDB_API_KEY of a Secret into roles.driver.envFrom" in screen
+
+
+def test_wandb_that_was_offline_is_not_told() -> None:
+    conversion = converted({"track_with": "wandb", "tracker_kwargs": {"mode": "offline"}})
+    assert conversion.document["spec"]["tracking"]["wandb"]["mode"] == "offline"
+    assert "track_with" not in meaning(conversion)
+
+
+def test_a_file_with_other_content_is_not_overwritten(tmp_path: Path) -> None:
+    file, out = tmp_path / "roll.yaml", tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(BASE))
+    command = ["convert", str(file), "-o", str(out)]
+    assert CliRunner().invoke(app, command).exit_code == ConvertExit.READY
+    written = out.read_text()
+    assert CliRunner().invoke(app, command).exit_code == ConvertExit.READY
+    edited = f"{written}# ours \N{LATIN SMALL LETTER E WITH ACUTE}\n"
+    out.write_text(edited, encoding="utf-8")
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == ConvertExit.REFUSED
+    assert f"{out}: exists with other content" in refused.stderr
+    assert "--force" in refused.stderr
+    assert "written" not in refused.stderr
+    assert out.read_text(encoding="utf-8") == edited
+    assert CliRunner().invoke(app, [*command, "--force"]).exit_code == ConvertExit.READY
+    assert out.read_text() == written
+
+
+@pytest.mark.parametrize(
+    ("pretrain", "before"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", "next:"),
+        ("Qwen/Qwen3-30B-A3B", "fix the lines above first, then"),
+    ],
+)
+def test_the_last_line_says_what_comes_next(tmp_path: Path, pretrain: str, before: str) -> None:
+    file, out = tmp_path / "roll.yaml", tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(merged(BASE, {"pretrain": pretrain})))
+    command = ["convert", str(file), "--force", "-o", str(out)]
+    last = CliRunner().invoke(app, command).stderr.splitlines()[-1]
+    assert last == f"written: {out}; {before} `agenticrun validate -f {out}`"
+    last = CliRunner().invoke(app, [*command, "--first-step"]).stderr.splitlines()[-1]
+    assert last == f"written: {out}; {before} `agenticrun run -f {out} --in-process`"
+
+
+def test_the_screen_names_the_field_of_a_typo_and_counts_in_the_words_of_the_tables() -> None:
+    screen = list(summary(converted({"reward_cliip": 5, "of_nobody": 1}), "x"))
+    assert "probably mistyped, ignored by ROLL: reward_cliip (reward_clip?)" in screen
+    counts = screen[-1].removeprefix("all other settings: ").removesuffix(" (--details lists them)")
+    words = [re.sub(r"^\d+ ", "", part) for part in counts.split(", ")]
+    assert words == ["unknown to ROLL", "done in another way here", "dropped", "mapped"]
+    assert all(any(fate.startswith(word) for fate in Fate) for word in words)
+
+
+@pytest.mark.parametrize("manager", ["TrajEnvManager", "StepEnvManager"])
+def test_placeholders_of_a_system_template_stay_and_are_told(manager: str) -> None:
+    def told(template: str) -> str:
+        env = game("sokoban", env_manager_cls=manager, agent_system_template=template)
+        return "\n".join(summary(converted(env), "x"))
+
+    screen = " ".join(told("Play. {env_instruction} {this}").split())
+    assert "custom_envs.Game.agent_system_template: {env_instruction} ROLL fills no" in screen
+    assert "the model reads {env_instruction} as it is" in screen
+    for silent in ("Play.", "Like {this}.", "Like {{env_instruction}}."):
+        assert "fills no placeholders" not in told(silent)
+
+
 def test_the_first_step_runs_on_this_machine(tmp_path: Path) -> None:
     file, out = DATA / "agentic/sokoban_lora.yaml", tmp_path / "first.yaml"
     result = CliRunner().invoke(app, ["convert", str(file), "--first-step", "-o", str(out)])

@@ -42,12 +42,16 @@ def convert(
             help="Write a run of one step with a tiny model, for `agenticrun run --in-process`.",
         ),
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite an output file that has other content.")
+    ] = False,
 ) -> None:
     """Convert a ROLL YAML to an AgenticRun.
 
     A short report goes to standard error: lines that need a person, and settings that mean
     something else here. ROLL does not have to be installed.
-    Exit codes: 0 ready, 3 lines need a person, 64 the file cannot be read.
+    Exit codes: 0 ready, 2 the output file exists with other content, 3 lines need a person,
+    64 the file cannot be read.
     """
     from agenticrun_workers.convert import ConvertError, as_yaml, compose
     from agenticrun_workers.convert import convert as converted
@@ -78,6 +82,15 @@ def convert(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        output.write_text(text)
-        typer.echo(f"written: {output}; check it with `agenticrun validate -f {output}`", err=True)
+        if output.exists() and output.read_bytes() != text.encode() and not force:
+            typer.echo(
+                f"{output}: exists with other content, and is left as it is: name another file "
+                "with -o, or overwrite it with --force",
+                err=True,
+            )
+            raise typer.Exit(ConvertExit.REFUSED)
+        output.write_text(text, encoding="utf-8")
+        command = f"run -f {output} --in-process" if first_step else f"validate -f {output}"
+        before = "fix the lines above first, then" if conversion.person else "next:"
+        typer.echo(f"written: {output}; {before} `agenticrun {command}`", err=True)
     raise typer.Exit(exit_code(conversion))

@@ -177,7 +177,7 @@ def convert(composition: Composition, name: str) -> Conversion:
         "roles": roles(top, env_pods, notes),
         "pipeline": _pipeline(top, train, notes),
         "checkpoint": _checkpoint(top, notes),
-        "tracking": _tracking(top, run_name),
+        "tracking": _tracking(top, run_name, notes),
     }
     document = {
         "apiVersion": API_VERSION,
@@ -492,17 +492,23 @@ def _claim_gib(top: View, keep: int) -> int:
     return max(LEAST_CLAIM_GIB, size.claim_gib(min(keep, saved)) if size else 0)
 
 
-def _tracking(top: View, name: str) -> Spec:
+def _tracking(top: View, name: str, notes: Notes) -> Spec:
     if top["track_with"] != "wandb":
         return {"tensorboard": top["track_with"] == "tensorboard"}
     given = top.section("tracker_kwargs")
-    mode = "offline" if given["mode"] == "offline" else "online"
+    if given["mode"] != "offline":
+        notes.changed(
+            "track_with",
+            "wandb",
+            "mode: offline is written, because keys are not copied. For online: put WANDB_API_KEY "
+            "of a Secret into roles.driver.envFrom, and set spec.tracking.wandb.mode: online",
+        )
     wandb = {
         "project": given["project"] or name,
         "entity": given["entity"],
         "group": given["group"],
         "tags": given["tags"],
-        "mode": mode,
+        "mode": "offline",
     }
     return {"tensorboard": False, "wandb": wandb}
 

@@ -319,6 +319,7 @@ def _agent(env: View, step_wise: bool, game: Game, path: str, notes: Notes) -> S
     # ROLL formats the other templates, and leaves this one as it is.
     system = _literal(env["agent_system_template"] or "")
     config: Spec = {"systemTemplate": system}
+    _tell_unfilled(env, path, notes)
     if step_wise:
         config["historyLength"] = env["history_length"]
         if not game.foreign:
@@ -342,6 +343,19 @@ def _agent(env: View, step_wise: bool, game: Game, path: str, notes: Notes) -> S
         )
     pattern = env.section("env_config").given.get("action_pattern") or game.pattern
     return config | ({"actionPattern": pattern} if pattern else {})
+
+
+def _tell_unfilled(env: View, path: str, notes: Notes) -> None:
+    names = _PLACEHOLDER.findall(env["agent_system_template"] or "")
+    known = [name for name in dict.fromkeys(names) if name in PLACEHOLDERS or name == "suffix"]
+    if known:
+        these = ", ".join(f"{{{name}}}" for name in known)
+        notes.changed(
+            f"{path}.agent_system_template",
+            these,
+            f"ROLL fills no placeholders in the system message: the model reads {these} as it is, "
+            "there and here. Write the text itself into agent.config.systemTemplate",
+        )
 
 
 def _literal(text: str) -> str:
@@ -403,6 +417,7 @@ PLACEHOLDERS = {
     "history_length": "history_length",
     "step_count": "step_count",
 }
+_PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")
 STEP_ONLY = ("history", "history_length", "step_count")
 
 ARGUMENTS = {
@@ -461,7 +476,7 @@ def translated(template: str, path: str, *, step_wise: bool, notes: Notes) -> st
             return ""
         return f"{{{PLACEHOLDERS[name]}}}"
 
-    return re.sub(r"(?<!\{)\{(\w+)\}(?!\})", rename, template)
+    return _PLACEHOLDER.sub(rename, template)
 
 
 def env_config(kind: str, given: dict[str, Any], path: str, notes: Notes) -> dict[str, Any]:

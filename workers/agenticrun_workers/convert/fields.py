@@ -24,6 +24,11 @@ class Fate(StrEnum):
     DROPPED = "dropped: without effect in ROLL, or not needed here"
     MAPPED = "mapped"
 
+    @property
+    def short(self) -> str:
+        """The words before the colon, for a list of counts."""
+        return self.value.partition(":")[0]
+
 
 OF_PEOPLE = (Fate.PERSON, Fate.CHANGED)
 """Outcomes that a person should read."""
@@ -331,8 +336,13 @@ def _items(values: Any) -> list[tuple[str, Any]]:
 def _guess(key: str, fields: Fields, given: Any) -> str:
     """Return the note of an unknown key. A field that the file also sets was not meant."""
     close = difflib.get_close_matches(key, [name for name in fields if name not in given], 1, 0.75)
-    return (
-        f"ROLL has no such field and ignores it: did you mean {close[0]}?"
-        if close
-        else "ROLL has no such field and ignores it"
-    )
+    return f"{_UNKNOWN}{_MEANT}{close[0]}?" if close else _UNKNOWN
+
+
+_UNKNOWN = "ROLL has no such field and ignores it"
+_MEANT = ": did you mean "
+
+
+def meant(line: Line) -> str:
+    """Return the field that an unknown key probably means, or ""."""
+    return line.note.partition(_MEANT)[2].removesuffix("?")

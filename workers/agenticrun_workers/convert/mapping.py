@@ -339,7 +339,7 @@ _SCHEDULE: dict[str, Field | Section] = {
             "entity": mapped("spec.tracking.wandb.entity"),
             "group": mapped("spec.tracking.wandb.group"),
             "tags": mapped("spec.tracking.wandb.tags"),
-            "mode": mapped("spec.tracking.wandb.mode"),
+            "mode": adapted("spec.tracking.wandb.mode: offline, until a Secret has the key"),
             "api_key": adapted(
                 "never in a YAML: WANDB_API_KEY of a Secret in spec.roles.driver.envFrom"
             ),

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agenticrun_workers.convert.converter import Conversion
-from agenticrun_workers.convert.fields import OF_PEOPLE, Fate, Line
+from agenticrun_workers.convert.fields import OF_PEOPLE, Fate, Line, meant
 
 WIDTH = 100
 MOST_TYPOS = 4
@@ -24,6 +24,8 @@ class ConvertExit(IntEnum):
 
     READY = 0
     """The run can be applied as it is."""
+    REFUSED = 2
+    """The output file exists with other content, and nothing is written."""
     PERSON = 3
     """The run is written, and some lines of it need a person."""
     UNREADABLE = 64
@@ -51,12 +53,14 @@ def summary(conversion: Conversion, name: str) -> Iterator[str]:
     if changed:
         yield f"{Fate.CHANGED} ({len(changed)}):"
         yield from _entries(changed)
-    typos = [line.field for line in _of(conversion, Fate.UNKNOWN) if "did you mean" in line.note]
+    typos = [
+        f"{line.field} ({meant(line)}?)" for line in _of(conversion, Fate.UNKNOWN) if meant(line)
+    ]
     if typos:
         more = f" and {len(typos) - MOST_TYPOS} more" if len(typos) > MOST_TYPOS else ""
         yield f"probably mistyped, ignored by ROLL: {', '.join(typos[:MOST_TYPOS])}{more}"
     counts = Counter(line.fate for line in conversion.lines)
-    rest = [f"{counts[fate]} {fate.name.lower()}" for fate in Fate if fate not in OF_PEOPLE]
+    rest = [f"{counts[fate]} {fate.short}" for fate in Fate if fate not in OF_PEOPLE]
     yield f"all other settings: {', '.join(rest)} (--details lists them)"
 
 
