@@ -98,8 +98,9 @@ CODE = re.compile(r"^(?:    |\t)(\S[^\n]*)$", re.MULTILINE)
 
 
 def commands(page: str) -> list[str]:
-    """The indented lines without comments and output."""
-    lines = CODE.findall((ROOT / page).read_text().split("## What works today")[0])
+    """The indented lines without comments and output. Blocks between ``` are no commands."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = CODE.findall(text.split("## What works today")[0])
     return [re.sub(r"\s{2,}#.*", "", line).rstrip(" \\") for line in lines]
 
 
