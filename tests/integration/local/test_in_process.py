@@ -80,7 +80,7 @@ def test_breakpoints_in_an_environment_and_in_the_loss_open_the_debugger(tmp_pat
     )
     assert "('stopped in', 'an environment')" in done.stdout, done.stdout + done.stderr
     assert "('stopped in', 'the loss')" in done.stdout
-    assert "Succeeded: trained 1 steps" in done.stdout
+    assert "Succeeded: trained 1 step" in done.stdout
     assert done.returncode == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from agenticrun_api.crd import custom_resource_definition
 from agenticrun_workers.cli import app
 from agenticrun_workers.cli.doctor import (
     GPU,
+    cluster_findings,
     crd_matches,
     default_class,
     deployments_run,
@@ -23,6 +25,7 @@ from agenticrun_workers.cli.doctor import (
     quotas_left,
     space,
 )
+from agenticrun_workers.cli.source import Kubectl
 from agenticrun_workers.findings import Verdict
 
 
@@ -110,10 +113,19 @@ def test_free_gpus_are_counted_on_nodes_that_take_pods(
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("500m", 0.5), ("2", 2.0), ("4Gi", 4 * 2**30), ("1e3", 1000.0), ("3k", 3000.0), ("0", 0.0)],
+    [
+        ("500m", 0.5),
+        ("2", 2.0),
+        ("4Gi", 4 * 2**30),
+        ("1e3", 1000.0),
+        ("3k", 3000.0),
+        ("0", 0.0),
+        ("100u", 0.0001),
+        ("5n", 5e-09),
+    ],
 )
 def test_quantities_are_numbers(text: str, value: float) -> None:
-    assert quantity(text) == value
+    assert quantity(text) == pytest.approx(value)
 
 
 def test_a_quota_that_is_used_up_is_named() -> None:
@@ -129,6 +141,25 @@ def test_a_quota_that_is_used_up_is_named() -> None:
     assert f"team: requests.{GPU} 8 of 8" in finding.found
     assert "memory" not in finding.found
     assert quotas_left([]).verdict is Verdict.OK
+
+
+def test_a_quota_on_what_pods_do_not_use_stops_no_run() -> None:
+    hard = {"services.loadbalancers": "0", "count/secrets": "3", "pods": "9"}
+    used = {"services.loadbalancers": "0", "count/secrets": "3", "pods": "4"}
+    finding = quotas_left([{"metadata": {"name": "team"}, "status": {"hard": hard, "used": used}}])
+    assert (finding.verdict, finding.found) == (Verdict.OK, "pods 4 of 9")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pods", "count/pods", "cpu", "limits.memory", "persistentvolumeclaims", "requests.storage"],
+)
+def test_a_quota_on_what_pods_use_counts(name: str) -> None:
+    status = {"hard": {name: "2"}, "used": {name: "2"}}
+    assert (
+        f"team: {name} 2 of 2"
+        in quotas_left([{"metadata": {"name": "team"}, "status": status}]).found
+    )
 
 
 def storage_class(name: str, default: str | None = None) -> dict[str, Any]:
@@ -191,6 +222,17 @@ def test_without_a_cluster_only_the_machine_is_checked(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no kubectl
     result = CliRunner().invoke(app, ["doctor"])
-    assert "kubectl knows no cluster" in result.output
+    assert "kubectl is not installed" in result.output
     assert "PyTorch" in result.output
     assert result.exit_code == 0, result.output
+
+
+def test_a_kubectl_without_a_cluster_is_told_from_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "kubectl"
+    program.write_text("#!/bin/sh\necho connection to localhost:8080 was refused >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    finding = cluster_findings(Kubectl())["apiserver"]
+    assert (finding.verdict, "set KUBECONFIG" in finding.found) == (Verdict.NOT_CHECKED, True)

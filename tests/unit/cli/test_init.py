@@ -29,6 +29,19 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "word-game"
 
 
+def test_the_header_of_its_run_is_aligned(made: Path) -> None:
+    header = [
+        line for line in (made / "agenticrun.yaml").read_text().splitlines() if "#   " in line
+    ]
+    assert len(header) == 4
+    assert len({line.index("  (") for line in header}) == 1
+
+
+def test_it_says_where_pytest_comes_from(tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["init", "word-game", "-o", str(tmp_path / "new")]).output
+    assert "pip install pytest" in said
+
+
 def test_its_own_tests_pass(made: Path) -> None:
     ended = subprocess.run(
         [

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
-from agenticrun_workers.cli.report import MAX_POINTS, nice_ticks, thin
+from agenticrun_workers.cli.report import MAX_POINTS, nice_ticks, size_of, thin
 from run_folders import SECRET, make_run_folder
 
 VOID = {"meta", "line", "path", "circle", "img", "br"}
@@ -152,3 +152,10 @@ def test_thin_curves_keep_their_newest_step_and_their_range(values: list[float])
     if points:
         assert found[-1][0] == points[-1][0]
         assert min(values) - 1e-3 <= fmean(y for _, y in found) <= max(values) + 1e-3
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"), [(48_000, "48 kB"), (2**20 // 5, "0.2 MiB"), (3 * 2**20, "3.0 MiB")]
+)
+def test_a_small_page_is_told_in_kilobytes(count: int, shown: str) -> None:
+    assert size_of(count) == shown

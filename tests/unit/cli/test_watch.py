@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from agenticrun_api import FinalReport, Outcome
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
 from agenticrun_workers.cli.run import closing_lines
@@ -70,6 +72,13 @@ def test_samples_of_a_step_as_a_list(ended: Path) -> None:
     assert [line.split(":")[0] for line in shown.splitlines()] == ["step 4", "step 4, validation"]
 
 
+def test_a_list_of_samples_is_as_long_as_count_says(ended: Path) -> None:
+    _, everything = cli("samples", ended, "--list")
+    _, two = cli("samples", ended, "--list", "-c", 2)
+    assert two.splitlines() == everything.splitlines()[-2:]
+    assert len(everything.splitlines()) > 2
+
+
 def test_samples_that_are_not_there_name_those_that_are(ended: Path) -> None:
     code, shown = cli("samples", ended, "--step", 77)
     assert code == ExitCode.INVALID_CONFIG
@@ -131,7 +140,7 @@ def test_a_run_ends_with_where_everything_is(ended: Path) -> None:
     progress = RunFolder(ended).progress()
     assert progress is not None
     assert progress.final is not None
-    lines = closing_lines(tiny_run(), RunFolder(ended), progress.final)
+    lines = closing_lines(tiny_run(), RunFolder(ended), progress.final, Path("run.yaml"))
     assert lines == [
         "Succeeded: trained 4 steps",
         "steps        4 in 8 s: rollout 60%, train 30%, other 10%",
@@ -144,3 +153,71 @@ def test_a_run_ends_with_where_everything_is(ended: Path) -> None:
         f"             agenticrun export -f {ended / 'run.yaml'} --checkpoint {checkpoint} "
         "-o policy",
     ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "retryable", "saved", "expected"),
+    [
+        (Outcome.FAILED, False, False, "correct the file and run again: agenticrun run -f my.yaml"),
+        (
+            Outcome.FAILED,
+            False,
+            True,
+            "correct the file and run again: agenticrun run -f my.yaml -o {}",
+        ),
+        (Outcome.FAILED, True, False, "no checkpoint to resume from, run again: agenticrun run -f"),
+        (Outcome.FAILED, True, True, "agenticrun resume {}"),
+        (Outcome.STOPPED, True, True, "agenticrun resume {}"),
+    ],
+)
+def test_a_run_that_did_not_succeed_says_how_to_go_on(
+    outcome: Outcome, retryable: bool, saved: bool, expected: str, tmp_path: Path
+) -> None:
+    if saved:
+        (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "step-4" / "manifest.json").write_text("{}")
+    report = FinalReport(
+        outcome=outcome,
+        reason="Anything",
+        message="",
+        retryable=retryable,
+        time="2026-11-21T10:45:00Z",
+    )
+    last = closing_lines(tiny_run(), RunFolder(tmp_path), report, Path("my.yaml"))[-1]
+    assert last.startswith(f"next         {expected.format(tmp_path)}")
+    assert ("agenticrun resume" in expected) == ("agenticrun resume" in last)
+
+
+LOG_LINE = 'E1123 10:00:00.1 7 memcache.go:265] "couldn\'t get current server API group list"'
+
+
+def kubectl_that_says(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "message").write_text(text)
+    program = folder / "kubectl"
+    program.write_text(f"#!/bin/sh\ncat {folder / 'message'} >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_a_name_that_is_no_folder_without_a_cluster_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = "The connection to the server localhost:8080 was refused"
+    kubectl_that_says(f"{LOG_LINE}\n{refused}\n", tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    code, said = cli("watch", "nosuch")
+    assert code == ExitCode.INVALID_CONFIG
+    assert said == (
+        "there is no folder nosuch here, and kubectl knows no cluster: name the output folder "
+        "of a run, such as runs/nosuch, or set KUBECONFIG\n"
+    )
+
+
+def test_the_log_lines_of_kubectl_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kubectl_that_says(f"{LOG_LINE}\nthe server says no\n", tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    _, said = cli("watch", "nosuch")
+    assert said.endswith(": the server says no\n")
+    assert "memcache" not in said

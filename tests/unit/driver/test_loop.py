@@ -421,6 +421,7 @@ async def test_steps_that_were_refused_are_forgotten_when_they_are_taken_back(
     await run.loop.run()
     assert run.loop.early_end is None
     assert summary(2, run.loop) == "trained 2 steps"
+    assert summary(1, run.loop) == "trained 1 step"
 
 
 async def test_guards_that_change_keep_their_count(tmp_path: Path) -> None:

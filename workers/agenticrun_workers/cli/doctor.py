@@ -20,7 +20,14 @@ from agenticrun_api.crd import custom_resource_definition
 from agenticrun_api.names import GROUP, PLURAL
 from agenticrun_api.version import __version__, is_supported
 from agenticrun_workers.cli.check_env import table
-from agenticrun_workers.cli.source import Context, Kubectl, Namespace, SourceError
+from agenticrun_workers.cli.source import (
+    Context,
+    Kubectl,
+    Namespace,
+    NoCluster,
+    NoKubectl,
+    SourceError,
+)
 from agenticrun_workers.findings import Finding, Report, Verdict, failed, not_checked, ok, warning
 from agenticrun_workers.reporting.run_folder import gpus
 
@@ -156,10 +163,11 @@ def cluster_findings(kubectl: Kubectl) -> dict[str, Finding]:
     """Return the findings about the cluster, by name."""
     try:
         server = json.loads(kubectl.run("version", "-o", "json", timeout=20))["serverVersion"]
+    except NoKubectl:
+        return {"apiserver": not_checked("kubectl is not installed: install it to check a cluster")}
+    except NoCluster:
+        return {"apiserver": not_checked("kubectl knows no cluster: set KUBECONFIG to check one")}
     except SourceError as error:
-        if "localhost:8080" in str(error) or "not on the PATH" in str(error):
-            why = "kubectl knows no cluster: set KUBECONFIG to check one"
-            return {"apiserver": not_checked(why)}
         return {"apiserver": failed(str(error), "check KUBECONFIG, --context and the network")}
     checks: dict[str, Callable[[Kubectl], Finding]] = {
         "CRD": _crd,
@@ -344,7 +352,7 @@ def _quotas(kubectl: Kubectl) -> Finding:
 
 
 SUFFIXES = {
-    "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
+    "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
 }  # fmt: skip
 
@@ -355,12 +363,27 @@ def quantity(text: str) -> float:
     return float(digits) * SUFFIXES.get(text[len(digits) :], 1)
 
 
+def limits_pods(name: str) -> bool:
+    """Return whether a resource of a quota is one that pods or their volume claims use."""
+    return name.startswith(("requests.", "limits.", "count/pods")) or name in (
+        "pods",
+        "cpu",
+        "memory",
+        "ephemeral-storage",
+        "persistentvolumeclaims",
+        "count/persistentvolumeclaims",
+        GPU,
+    )
+
+
 def quotas_left(quotas: Objects) -> Finding:
     """Return which limits of a namespace are reached."""
     full, shown = [], []
     for quota in quotas:
         status = quota.get("status") or {}
         for name, hard in (status.get("hard") or {}).items():
+            if not limits_pods(name):
+                continue
             used = (status.get("used") or {}).get(name, "0")
             if quantity(used) >= quantity(hard):
                 full.append(f"{quota['metadata']['name']}: {name} {used} of {hard}")

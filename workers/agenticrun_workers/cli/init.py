@@ -47,11 +47,11 @@ def init(
     target.mkdir(parents=True, exist_ok=True)
     for file in sorted(TEMPLATE.iterdir()):
         if file.is_file():
-            text = renamed(file.read_text(), module, run)
+            text = aligned(renamed(file.read_text(), module, run))
             (target / file.name.replace("treasure", module)).write_text(text)
     typer.echo(
         f"{target}: now try, in this folder\n"
-        f"  pytest test_{module}.py\n"
+        f"  pytest test_{module}.py    (if there is no pytest: pip install pytest)\n"
         f"  agenticrun check-env {module}:{class_name(module)}\n"
         f"  agenticrun debug -f agenticrun.yaml --policy human\n"
         f"  agenticrun run -f agenticrun.yaml\n"
@@ -81,3 +81,13 @@ def renamed(text: str, module: str, run: str) -> str:
     text = re.sub(r"\bTreasure\b", class_name(module), text)
     text = re.sub(r"\btreasure(?=:\w|\.py)|(?<=from )treasure\b|(?<=test_)treasure\b", module, text)
     return re.sub(r"(?<=configMap: )treasure\b|(?<=name: )treasure\b", run, text)
+
+
+def aligned(text: str) -> str:
+    """Return a run file with the explanations of the commands in its header in one column."""
+    found = [re.fullmatch(r"(#   .*\S) +(\(.*\))", line) for line in text.splitlines()]
+    width = max((len(line[1]) for line in found if line), default=0)
+    return "".join(
+        f"{command[1]:<{width}}  {command[2]}\n" if command else line
+        for command, line in zip(found, text.splitlines(keepends=True), strict=True)
+    )

@@ -86,7 +86,12 @@ def report(
     except SourceError as error:
         give_up(str(error))
     output.write_text(page, encoding="utf-8")
-    typer.echo(f"{output}: {len(page) / 2**20:.1f} MiB")
+    typer.echo(f"{output}: {size_of(len(page.encode()))}")
+
+
+def size_of(count: int) -> str:
+    """Return a number of bytes for people: 48 kB, 1.2 MiB."""
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 / 10 else f"{count / 1000:.0f} kB"
 
 
 def html(reading: Reading, samples: int, now: datetime) -> str:

@@ -54,16 +54,19 @@ def run(
     folder = (
         output or new_folder(Path("runs") / loaded.metadata.name, datetime.now(UTC))
     ).resolve()
-    train(loaded, folder, file.parent, in_process=in_process)
+    train(loaded, folder, file.parent, file, in_process=in_process)
 
 
-def train(run: AgenticRun, folder: Path, code: Path, *, in_process: bool = False) -> NoReturn:
+def train(
+    run: AgenticRun, folder: Path, code: Path, file: Path, *, in_process: bool = False
+) -> NoReturn:
     """Train a run in an output folder, say where everything is, and end the command.
 
     Args:
         run: the run.
         folder: its output folder.
         code: the folder of its modules.
+        file: its run file, which the last line names if the run failed.
         in_process: without Ray.
     """
     look_in(code)
@@ -76,12 +79,12 @@ def train(run: AgenticRun, folder: Path, code: Path, *, in_process: bool = False
         report = run_locally(run, folder, console, in_process=in_process, code=code.resolve())
     except (InvalidConfig, FolderInUse) as error:
         give_up(str(error))
-    for line in closing_lines(run, RunFolder(folder), report):
+    for line in closing_lines(run, RunFolder(folder), report, file):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(exit_code(report))
 
 
-def closing_lines(run: AgenticRun, folder: RunFolder, report: FinalReport) -> list[str]:
+def closing_lines(run: AgenticRun, folder: RunFolder, report: FinalReport, file: Path) -> list[str]:
     """Return the outcome of a run, how it went, where everything is, and what to do next."""
     lines = [f"{report.outcome}: {report.message}"]
     steps = [line for line in folder.metrics() if "time/step" in line]
@@ -113,11 +116,21 @@ def closing_lines(run: AgenticRun, folder: RunFolder, report: FinalReport) -> li
         steps_next.append(f"agenticrun eval -f {config} --checkpoint {checkpoint}")
         steps_next.append(f"agenticrun export -f {config} --checkpoint {checkpoint} -o policy")
     if report.outcome is not Outcome.SUCCEEDED:
-        steps_next.append(f"agenticrun resume {folder.path}")
+        steps_next.append(_again(folder, report, file))
     return [
         *lines,
         *(f"{'next' if n == 0 else '':<12} {line}" for n, line in enumerate(steps_next)),
     ]
+
+
+def _again(folder: RunFolder, report: FinalReport, file: Path) -> str:
+    """Return how to train on after a run that failed or was stopped."""
+    if report.outcome is Outcome.FAILED and not report.retryable:
+        into = f" -o {folder.path}" if folder.checkpoint() else ""
+        return f"correct the file and run again: agenticrun run -f {file}{into}"
+    if folder.checkpoint() is None:
+        return f"no checkpoint to resume from, run again: agenticrun run -f {file}"
+    return f"agenticrun resume {folder.path}"
 
 
 def validate(file: RunFile, changes: Changes = None) -> None:

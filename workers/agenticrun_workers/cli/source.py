@@ -74,6 +74,14 @@ class SourceError(Exception):
     """A run cannot be found, read or steered. The message says what to do."""
 
 
+class NoKubectl(SourceError):
+    """This machine has no kubectl."""
+
+
+class NoCluster(SourceError):
+    """kubectl knows no cluster."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """What was read of a run at one moment."""
@@ -272,7 +280,8 @@ class FolderSource:
             run = parse_run(config, local=True)
         except InvalidRun as error:
             raise SourceError(f"{path / 'run.yaml'}: {error}") from error
-        train(run, path, Path(attempts[-1].get("code", path)) if attempts else path)
+        code = Path(attempts[-1].get("code", path)) if attempts else path
+        train(run, path, code, path / "run.yaml")
 
     def _signal(self, number: int) -> None:
         process = self.folder.process()
@@ -282,6 +291,16 @@ class FolderSource:
                 "one that has just started answers in some seconds"
             )
         process.send_signal(number)
+
+
+NO_CLUSTER = "localhost:8080"
+"""The address that kubectl tries when nothing names a cluster."""
+
+
+def without_log_lines(text: str) -> str:
+    """Return what kubectl says to people, without the errors in its log format (E1123 ...)."""
+    lines = [line for line in text.splitlines() if not re.match(r"E\d{4}\b", line)]
+    return "\n".join(lines).strip() or text.strip()
 
 
 class Kubectl:
@@ -297,7 +316,7 @@ class Kubectl:
         """Return a command line."""
         program = shutil.which("kubectl")
         if program is None:
-            raise SourceError(
+            raise NoKubectl(
                 "kubectl is not on the PATH: install it, or name the output folder of a run "
                 "on this machine (./NAME)"
             )
@@ -312,7 +331,9 @@ class Kubectl:
         except subprocess.TimeoutExpired:
             raise SourceError(f"kubectl {words[0]} took longer than {timeout:.0f} s") from None
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()
+            said = without_log_lines(done.stderr.decode(errors="replace"))
+            if NO_CLUSTER in said:
+                raise NoCluster("kubectl knows no cluster: set KUBECONFIG, or pass --context")
             raise SourceError(f"kubectl {' '.join(words[:3])}: {said}")
         return done.stdout
 
@@ -433,6 +454,11 @@ class ClusterSource:
     def _document(self) -> dict[str, Any]:
         try:
             return self._kubectl.json(RESOURCE, self._name)
+        except NoCluster:
+            raise NoCluster(
+                f"there is no folder {self._name} here, and kubectl knows no cluster: name the "
+                f"output folder of a run, such as runs/{self._name}, or set KUBECONFIG"
+            ) from None
         except SourceError as error:
             if "(NotFound)" in str(error) and f'"{self._name}" not found' in str(error):
                 raise SourceError(

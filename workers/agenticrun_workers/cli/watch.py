@@ -87,8 +87,14 @@ def samples(
         bool, typer.Option("--validation", help="Episodes of validations only.")
     ] = False,
     count: Annotated[
-        int, typer.Option("--count", "-c", min=1, help="Print at most this many episodes.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--count",
+            "-c",
+            min=1,
+            help="Print at most this many episodes. Default: 1, or all with --list.",
+        ),
+    ] = None,
     listing: Annotated[
         bool, typer.Option("--list", help="One line per episode, without its turns.")
     ] = False,
@@ -99,8 +105,9 @@ def samples(
 
     Exit codes: 0 printed, 64 there are none.
     """
+    limit = count or (ALL if listing else 1)
     try:
-        newest = count == 1 and step is None and not validation and not listing
+        newest = limit == 1 and step is None and not validation
         files_read = 1 if newest else ALL
         folder = open_run(run, namespace, context).read(steps=0, samples=files_read).folder
     except SourceError as error:
@@ -112,7 +119,7 @@ def samples(
         files = [file for file in files if file.stem.endswith("-val")]
     found: list[Episode] = []
     for file in reversed(files):
-        if len(found) >= count and not listing:
+        if len(found) >= limit:
             break
         found = [*folder.episodes(file), *found]
     if not found:
@@ -122,7 +129,7 @@ def samples(
             f"many are kept. There are: {', '.join(steps) or 'none'}"
         )
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
-    for episode in found if listing else found[-count:]:
+    for episode in found[-limit:]:
         _print_episode(console, episode, turns=not listing)
 
 
