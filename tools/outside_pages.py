@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 OUTSIDE = "repository"
 """Folder of the site for files outside docs/."""
 
-LINK = re.compile(r"(?<!!)(\[[^\]]*\]\()(?!\w+:|#)([^)#\s]+)((?:#[^)\s]+)?\))")
+LINK = re.compile(r"(\[[^\]]*\]\()(?!\w+:|#)([^)#\s]+)((?:#[^)\s]+)?\))")
 CODE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonl": "json"}
 ELSEWHERE = re.compile(

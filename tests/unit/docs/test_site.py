@@ -57,6 +57,11 @@ def test_a_link_leads_to_the_page_of_the_site(source: str, link: str, moved: str
     assert site.moved(f"See [it]({link}).", ROOT / source) == f"See [it]({moved})."
 
 
+def test_a_picture_is_found_from_the_page_of_the_site() -> None:
+    moved = site.moved("![a run](docs/images/report.png)", ROOT / "README.md")
+    assert moved == "![a run](../images/report.png)"
+
+
 def test_what_looks_like_a_link_in_code_stays() -> None:
     text = "`[a](../README.md)`\n\n```yaml\nb: [c](../README.md)\n```\n"
     assert site.moved(text, ROOT / "docs/cli.md") == text
