@@ -208,9 +208,9 @@ def test_commands_are_found() -> None:
     "line",
     [
         "make demos",
-        "agenticrun trian -f run.yaml",
+        "agenticrun trainx -f run.yaml",
         "agenticrun run -f run.yaml --sett a=b",
-        "kubectl aply -f run.yaml",
+        "kubectl applyx -f run.yaml",
         "kubectl apply -f examples/nothing.yaml",
         "helm install agenticrun charts/agenticrun --set imagee.tag=1",
         "kubectl agenticrun watsh lake",
