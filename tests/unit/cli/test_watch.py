@@ -188,7 +188,7 @@ def test_a_run_that_did_not_succeed_says_how_to_go_on(
     assert ("agenticrun resume" in expected) == ("agenticrun resume" in last)
 
 
-LOG_LINE = 'E1123 10:00:00.1 7 memcache.go:265] "couldn\'t get current server API group list"'
+LOG_LINE = "E1123 10:00:00.1 7 memcache.go:265] cannot get the current server's list of API groups"
 
 
 def kubectl_that_says(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
