@@ -66,7 +66,7 @@ def make_run_folder(folder: Path, *, steps: int = 4, finished: bool = True) -> P
     )
     record_attempt(folder, run, 1, code=folder.parent)
     (attempt,) = RunFolder(folder).attempts()
-    began = json.dumps({**attempt, "time": rfc3339(BEGAN)})
+    began = json.dumps({**attempt, "time": rfc3339(BEGAN), "started": rfc3339(BEGAN)})
     (folder / "attempts.jsonl").write_text(f"{began}\n")
     samples = SampleWriter(folder, run.spec.tracking, run.spec.pipeline)
     episode = replace(result(3, 1, tag="Lake", score=1.0), transcript=TRANSCRIPT, frames=gif())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from agenticrun_api import FinalReport, Outcome
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
 from agenticrun_workers.cli.run import closing_lines
+from agenticrun_workers.reporting.client import rfc3339
 from agenticrun_workers.reporting.run_folder import RunFolder, announced_process
-from run_folders import make_run_folder
+from run_folders import BEGAN, make_run_folder
 from tiny_runs import tiny_run
 
 
@@ -41,6 +43,18 @@ def test_watch_shows_an_ended_run_once(ended: Path) -> None:
         "action 'Down', valid, reward 1",
     ):
         assert piece in shown, piece
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [({"started": rfc3339(BEGAN - 25)}, "1 min 05 s"), ({"started": None}, "40 s")],
+)
+def test_the_elapsed_time_counts_from_the_start_of_the_process(
+    ended: Path, changes: dict[str, object], shown: str
+) -> None:
+    (attempt,) = RunFolder(ended).attempts()
+    (ended / "attempts.jsonl").write_text(json.dumps({**attempt, **changes}) + "\n")
+    assert f"{shown} elapsed" in cli("watch", ended)[1]
 
 
 def test_watch_says_that_a_killed_run_can_go_on(tmp_path: Path) -> None:

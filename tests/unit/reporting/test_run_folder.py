@@ -55,6 +55,7 @@ def test_each_attempt_adds_its_versions_and_its_machine(tmp_path: Path) -> None:
     first, second = RunFolder(tmp_path).attempts()
     assert (first["attempt"], second["attempt"]) == (1, 2)
     assert first["versions"]["torch"]
+    assert first["started"] <= first["time"]
     assert first["machine"]["cpus"] >= 1
     assert first["code"] == str(tmp_path)
 

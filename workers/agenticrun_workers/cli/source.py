@@ -205,7 +205,9 @@ class FolderSource:
         else:
             phase = "Ended"
             message = f"no process trains in {folder.path}: `agenticrun resume` goes on"
-        began = _seconds_of(attempts[-1]["time"]) if attempts else None
+        began = None
+        if attempts:  # those of older versions have no start of the process
+            began = _seconds_of(attempts[-1].get("started") or attempts[-1]["time"])
         ended = _seconds_of(progress.time) if progress else None
         until = time.time() if alive else ended
         checkpoint = folder.checkpoint()

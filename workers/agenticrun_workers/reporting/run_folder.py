@@ -206,6 +206,8 @@ def record_attempt(folder: Path, run: AgenticRun, attempt: int, code: Path | Non
         record = {
             "attempt": attempt,
             "time": rfc3339(time.time()),
+            # Ray's start comes before the attempt; `watch` counts it as `run` does.
+            "started": rfc3339(psutil.Process().create_time()),
             **({"code": str(code)} if code else {}),
             "versions": versions(),
             "machine": machine(),
