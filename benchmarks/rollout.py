@@ -12,9 +12,9 @@ takes 0.9 of the time in which engines that never wait play a batch.
   could have done the same steps, divided by the time taken with `staleness.max: <n>`. The oracle's
   time is a lower bound: engines never idle, or the longest episode decides.
   `_in_order_of_arrival`: engines do not know which requests are urgent. `_future_known`: engines
-  begin with the episode that has most seconds left, which nobody can know; what this does not
-  reach, no order of requests does. `_uneven_engines`: engines of 1.6, 1.2, 0.8 and 0.4 times the
-  speed.
+  begin with the episode that has most seconds left. In truth that is unknown, so no order of
+  requests can be expected to do better. `_uneven_engines`: engines of 1.6, 1.2, 0.8 and 0.4 times
+  the speed.
 - `baseline_utilization`: the same for a barrier with ROLL's synchronous rules: one thread for each
   environment, tied to the engine with the fewest environments; all groups begin together; the
   training step waits for the slowest one, and the engines for the training step.

@@ -47,7 +47,7 @@ class Row:
     made_up: bool
     """True if a data set was replaced."""
     lines: tuple[str, ...]
-    """What needs a person."""
+    """Lines that need a person."""
     code: int
     """Exit code of `agenticrun convert`."""
     result: str

@@ -29,7 +29,7 @@ MODULES = (
     "agenticrun_workers.trainer.strategies",
     "agenticrun_workers.trainer.fsdp2",
 )
-"""What actors and ranks import before they do anything."""
+"""Modules that actors and ranks import before they do anything."""
 
 PR_SET_PDEATHSIG = 1
 

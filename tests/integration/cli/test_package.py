@@ -35,7 +35,7 @@ def contents(stored: dict[str, Any]) -> dict[str, bytes]:
 
 
 def applied(plane: Cluster, manifest: dict[str, Any], *options: str) -> dict[str, bytes]:
-    """What the apiserver stores of a manifest as we write it."""
+    """Return what the apiserver stores of a manifest as we write it."""
     shown = plane.kubectl(
         *("apply", "--server-side", "-o", "json", *options, "-f", "-"),
         stdin=HEADER + manifest_text(manifest),

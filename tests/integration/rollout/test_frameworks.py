@@ -29,7 +29,7 @@ CHANGES: dict[str, Any] = {
     "pipeline.valBatchSize": 1,
     "pipeline.envs.0.maxTokensPerStep": 96,
 }
-"""What makes one step on a CPU of an example for GPUs."""
+"""Changes that make one step on a CPU of an example for GPUs."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the pages show can be typed: YAML that the API takes, commands and options that exist.
+"""All that the pages show can be typed: YAML that the API takes, commands and options that exist.
 
 Other tests run whole blocks: the pages' environments, agents and recipes. This one reads every
 block of every page, so that nothing is left out.
@@ -71,7 +71,7 @@ def places(node: dict[str, Any], keys: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def problem(fragment: dict[str, Any]) -> str:
-    """What the API refuses in a part of a run, wherever its fields belong."""
+    """Return what the API refuses in a part of a run, wherever its fields belong."""
     found = "no part of an AgenticRun has all of these fields"
     # podTemplate has a `spec` as well, of which the schema knows nothing
     candidates = [schema()] if "spec" in fragment else places(schema(), set(fragment))
@@ -143,7 +143,7 @@ def commands_of(line: str) -> Iterator[list[str]]:
 
 
 def refused(words: list[str]) -> str:
-    """What is wrong with a command line, or nothing."""
+    """Return what is wrong with a command line, or nothing."""
     program, *rest = words
     if words[:2] == ["kubectl", "agenticrun"]:
         program, rest = "agenticrun", rest[1:]

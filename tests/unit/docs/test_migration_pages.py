@@ -117,7 +117,7 @@ def test_an_id2info_of_one_s_own_wins() -> None:
 
 
 class Stub:
-    """What `gem.make` returns."""
+    """Stands for what `gem.make` returns."""
 
     def __init__(self, id: str, **arguments: int) -> None:
         self.made = (id, arguments)

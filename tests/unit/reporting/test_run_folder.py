@@ -1,4 +1,4 @@
-"""What an attempt records in its output folder, and what others read there."""
+"""An attempt records itself in its output folder, and others read it there."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agenticrun_workers.cli.common import Changes, give_up, load, look_in
+from agenticrun_workers.cli.common import Changes, Seeds, StepTimeout, give_up, load, look_in
 from agenticrun_workers.findings import Report
 
 COLOURS = {"ok": "green", "warning": "yellow", "FAILED": "bold red", "-": "dim"}
@@ -43,15 +43,11 @@ def check_env(
     tag: Annotated[
         str | None, typer.Option(help="Environment of the run, by its tag. Default: the first one.")
     ] = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Number of episodes per check.")
-    ] = 20,
+    seeds: Seeds = 20,
     turns: Annotated[
         int, typer.Option(min=1, max=10_000, help="Maximum number of turns per episode.")
     ] = 20,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Time limit of one reset or step, in seconds.")
-    ] = 10.0,
+    timeout: StepTimeout = 10.0,
     changes: Changes = None,
 ) -> None:
     """Check an environment: seeds, processes, threads, types, odd answers, hangs, images, speed.

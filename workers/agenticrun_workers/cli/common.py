@@ -33,6 +33,11 @@ Changes = Annotated[
     ),
 ]
 
+Seeds = Annotated[int, typer.Option(min=1, max=10_000, help="Number of episodes per check.")]
+StepTimeout = Annotated[
+    float, typer.Option(min=0.1, help="Time limit of one reset or step, in seconds.")
+]
+
 
 def load(file: Path, changes: Iterable[str] | None, *, local: bool = True) -> AgenticRun:
     """Return the run in `file` with `changes` applied.

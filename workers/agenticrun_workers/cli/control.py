@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from agenticrun_workers.cli.common import give_up
-from agenticrun_workers.cli.source import Context, Namespace, RunName, SourceError, open_run
+from agenticrun_workers.cli.source import Context, Namespace, RunName, open_run, or_give_up
 
 
 def stop(run: RunName, namespace: Namespace = None, context: Context = None) -> None:
@@ -13,10 +12,8 @@ def stop(run: RunName, namespace: Namespace = None, context: Context = None) -> 
 
     Exit codes: 0 asked, 64 there is no such run, or it does not train.
     """
-    try:
+    with or_give_up():
         typer.echo(open_run(run, namespace, context).stop())
-    except SourceError as error:
-        give_up(str(error))
 
 
 def checkpoint(run: RunName, namespace: Namespace = None, context: Context = None) -> None:
@@ -24,10 +21,8 @@ def checkpoint(run: RunName, namespace: Namespace = None, context: Context = Non
 
     Exit codes: 0 asked, 64 there is no such run, or it does not train.
     """
-    try:
+    with or_give_up():
         typer.echo(open_run(run, namespace, context).checkpoint())
-    except SourceError as error:
-        give_up(str(error))
 
 
 def suspend(run: RunName, namespace: Namespace = None, context: Context = None) -> None:
@@ -46,7 +41,5 @@ def resume(run: RunName, namespace: Namespace = None, context: Context = None) -
     does, with the run as it was run.
     Exit codes: 0 asked, 64 there is no such run, or it has ended; on this machine those of run.
     """
-    try:
+    with or_give_up():
         typer.echo(open_run(run, namespace, context).resume())
-    except SourceError as error:
-        give_up(str(error))

@@ -33,7 +33,7 @@ class PackagingError(Exception):
 
 @dataclass
 class LocalCode:
-    """What a run needs from the folder of its file.
+    """Everything that a run needs from the folder of its file.
 
     Attributes:
         folder: the folder.

@@ -25,7 +25,7 @@ from agenticrun_api.load import read_run
 from agenticrun_api.names import IMAGE_CODE_DIR, ExitCode
 from agenticrun_api.overrides import with_overrides
 from agenticrun_api.version import __version__
-from agenticrun_workers.cli.common import Changes, RunFile, give_up, load
+from agenticrun_workers.cli.common import Changes, RunFile, Seeds, StepTimeout, give_up, load
 from agenticrun_workers.cli.local_code import (
     LocalCode,
     PackagingError,
@@ -73,12 +73,8 @@ def package(
             dir_okay=False,
         ),
     ] = None,
-    seeds: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Number of episodes per check.")
-    ] = 20,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, help="Time limit of one reset or step, in seconds.")
-    ] = 10.0,
+    seeds: Seeds = 20,
+    timeout: StepTimeout = 10.0,
     changes: Changes = None,
 ) -> None:
     """Package a run's own code for a cluster, as a ConfigMap or as the context of an image.

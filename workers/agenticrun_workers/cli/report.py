@@ -18,14 +18,13 @@ import yaml
 from markupsafe import Markup
 
 from agenticrun_api.version import __version__
-from agenticrun_workers.cli.common import give_up
 from agenticrun_workers.cli.source import (
     Context,
     Namespace,
     Reading,
     RunName,
-    SourceError,
     open_run,
+    or_give_up,
 )
 from agenticrun_workers.reporting.display import duration, time_shares
 from agenticrun_workers.reporting.run_folder import Episode
@@ -79,12 +78,10 @@ def report(
     before you hand it on.
     Exit codes: 0 written, 64 the run cannot be read.
     """
-    try:
+    with or_give_up():
         page = html(
             open_run(run, namespace, context).read(samples=samples), samples, datetime.now(UTC)
         )
-    except SourceError as error:
-        give_up(str(error))
     output.write_text(page, encoding="utf-8")
     typer.echo(f"{output}: {size_of(len(page.encode()))}")
 

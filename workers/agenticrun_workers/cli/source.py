@@ -17,7 +17,8 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -74,6 +75,15 @@ class SourceError(Exception):
     """A run cannot be found, read or steered. The message says what to do."""
 
 
+@contextmanager
+def or_give_up() -> Iterator[None]:
+    """End the command with exit code 64 if the body raises a `SourceError`, with its message."""
+    try:
+        yield
+    except SourceError as error:
+        give_up(str(error))
+
+
 class NoKubectl(SourceError):
     """This machine has no kubectl."""
 
@@ -84,7 +94,7 @@ class NoCluster(SourceError):
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of a run at one moment."""
+    """State of a run, as it was read at one moment."""
 
     name: str
     place: str
@@ -94,7 +104,7 @@ class Reading:
     step: int
     max_steps: int
     folder: RunFolder
-    """Its output, or a copy; empty if nobody has it."""
+    """Its output, or a copy; empty if there is none any more."""
     config: Mapping[str, Any] | None
     """The run as it was run, without the values of environment variables."""
     finished: bool
@@ -104,7 +114,7 @@ class Reading:
     """Metrics of the newest step, as far as they are known without the folder."""
     facts: Sequence[tuple[str, str]] = ()
     missing: Sequence[str] = ()
-    """What could not be read, and why."""
+    """Parts that could not be read, and why."""
 
     def view(self) -> RunView:
         """Return what a terminal shows."""

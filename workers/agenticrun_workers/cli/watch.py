@@ -24,6 +24,7 @@ from agenticrun_workers.cli.source import (
     RunSource,
     SourceError,
     open_run,
+    or_give_up,
 )
 from agenticrun_workers.reporting.display import draw
 from agenticrun_workers.reporting.run_folder import Episode
@@ -51,10 +52,8 @@ def watch(
     """
     source = open_run(run, namespace, context)
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    try:
+    with or_give_up():
         reading = source.read(steps=STEPS, samples=1)
-    except SourceError as error:
-        give_up(str(error))
     if once or not console.is_terminal:
         console.print(draw(reading.view()))
         return
@@ -106,12 +105,10 @@ def samples(
     Exit codes: 0 printed, 64 there are none.
     """
     limit = count or (ALL if listing else 1)
-    try:
+    with or_give_up():
         newest = limit == 1 and step is None and not validation
         files_read = 1 if newest else ALL
         folder = open_run(run, namespace, context).read(steps=0, samples=files_read).folder
-    except SourceError as error:
-        give_up(str(error))
     files = folder.sample_files()
     if step is not None:
         files = [file for file in files if file.stem in (f"step-{step}", f"step-{step}-val")]
@@ -167,7 +164,5 @@ def logs(
     """
     if role not in ROLES:
         raise typer.BadParameter(f"--role is one of {', '.join(ROLES)}, not {role!r}")
-    try:
+    with or_give_up():
         open_run(run, namespace, context).logs(role, lines=lines, follow=follow)
-    except SourceError as error:
-        give_up(str(error))

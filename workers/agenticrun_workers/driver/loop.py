@@ -154,7 +154,7 @@ class Loop:
         self.early_end: str | None = None
         """Why there are fewer steps than `maxSteps`, if there are."""
         self.evicted = ""
-        """Which environments are left out because they fail, and why, if there are any."""
+        """Environments that are left out because they fail, with their errors; empty if none."""
         self.last_validation: Metrics = {}
         """The val/... metrics of the last validation."""
 

@@ -262,7 +262,7 @@ class Batch:
     queue_depth: int
     """Finished groups that are left for the next batch."""
     evicted: Mapping[str, str] = field(default_factory=dict)
-    """Environments that are left out because they always fail, and the last error of each."""
+    """Environments that are left out because they fail, and the last error of each."""
 
     @property
     def results(self) -> list[EpisodeResult]:

@@ -50,7 +50,7 @@ Schema = Any
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How far a text keeps to a format."""
+    """The part of a text that keeps to a format, and how it may go on."""
 
     fits: int
     """Number of leading characters that a valid answer can begin with."""
