@@ -56,6 +56,8 @@ IMAGE_CODE_DIR = "/opt/agenticrun/code"
 WORK_DIR = "/var/lib/agenticrun"
 """Scratch space of a pod (an emptyDir): initialized models, output if there is no checkpoint URI,
 the reporter's state."""
+HUB_CACHE_DIR = "/var/cache/huggingface"
+"""Mount path of spec.huggingFace.cacheClaimName in all pods."""
 CHECKPOINT_DIR = "/checkpoints"
 """Mount path of spec.checkpoint.volumeClaim in head and trainer pods."""
 

@@ -54,6 +54,19 @@ class InitializeModel(Model):
     """Words of the vocabulary, in addition to those that the run's environments declare."""
 
 
+class HuggingFace(Model):
+    """Access of all pods to the Hugging Face Hub, for every model and tokenizer of the run."""
+
+    secret_name: Name | None = None
+    """A Secret in the run's namespace. Its key HF_TOKEN is the access token for gated and private
+    models."""
+    cache_claim_name: Name | None = None
+    """An existing claim in the run's namespace, in which all pods keep downloaded files. Pods on
+    several nodes need ReadWriteMany. Default: every pod downloads for itself."""
+    offline: bool = False
+    """true: never ask the Hub; use only what the cache holds."""
+
+
 class ModelSpec(Model):
     """The policy to train."""
 
@@ -305,6 +318,7 @@ class AgenticRunSpec(Model):
             _immutable(field, required=False)
             for field in ("image", "priorityClassName", "code", "checkpoint")
         ),
+        _immutable("huggingFace", required=False),
         *(
             _immutable(f"roles.{role.value}", required=False)
             for role in Role
@@ -398,6 +412,7 @@ class AgenticRunSpec(Model):
     """Annotations of the RayCluster and of all pods."""
     priority_class_name: Name | None = None
     """PriorityClass of all pods, unless a role names another one."""
+    hugging_face: HuggingFace | None = None
     model: ModelSpec
     code: CodeSpec | None = None
     roles: Roles = Roles()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import (
     CODE_DIR,
+    HUB_CACHE_DIR,
     RAY_CONTAINER,
     REPORTER_COMMAND,
     REPORTER_CONTAINER,
@@ -21,6 +22,8 @@ UID = 1000
 JOB_STOP_WAIT_SECONDS = 30
 """Time a stopped driver has to save before Ray kills it. Ray's default is 3."""
 RAY_AGENT_PORT = 52365
+HUB_TOKEN = "HF_TOKEN"
+"""Key of the Secret with the token for the Hugging Face Hub, and the variable with it."""
 
 _ENV = {
     "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_WAIT_SECONDS),
@@ -153,11 +156,30 @@ def _beside_the_head(run: AgenticRun, role: Role) -> Manifest:
 def _environment(run: AgenticRun, role: Role) -> list[Manifest]:
     """Return our variables without those that the user overrides, then the user's."""
     ours = _ENV | ({"PYTHONPATH": CODE_DIR} if run.spec.code else {})
+    variables = [{"name": name, "value": value} for name, value in ours.items()]
     theirs = run.spec.roles.of(role).env
     overridden = {variable.get("name") for variable in theirs}
     return [
-        {"name": name, "value": value} for name, value in ours.items() if name not in overridden
+        variable
+        for variable in [*variables, *_hugging_face(run)]
+        if variable["name"] not in overridden
     ] + theirs
+
+
+def _hugging_face(run: AgenticRun) -> list[Manifest]:
+    """Return the variables that huggingface_hub reads, in AgenticRun and in the engines."""
+    hub = run.spec.hugging_face
+    if hub is None:
+        return []
+    variables: list[Manifest] = []
+    if hub.secret_name:
+        reference = {"secretKeyRef": {"name": hub.secret_name, "key": HUB_TOKEN}}
+        variables.append({"name": HUB_TOKEN, "valueFrom": reference})
+    if hub.cache_claim_name:
+        variables.append({"name": "HF_HUB_CACHE", "value": HUB_CACHE_DIR})
+    if hub.offline:
+        variables.append({"name": "HF_HUB_OFFLINE", "value": "1"})
+    return variables
 
 
 def _resources(run: AgenticRun, role: Role) -> Manifest:

@@ -6,7 +6,14 @@ import math
 from dataclasses import dataclass
 
 from agenticrun_api import AgenticRun, Role
-from agenticrun_api.names import CHECKPOINT_DIR, CODE_DIR, REPORTER_TOKEN_FILE, RUN_FILE, WORK_DIR
+from agenticrun_api.names import (
+    CHECKPOINT_DIR,
+    CODE_DIR,
+    HUB_CACHE_DIR,
+    REPORTER_TOKEN_FILE,
+    RUN_FILE,
+    WORK_DIR,
+)
 from agenticrun_api.spec import Checkpoint, InitializeModel, VolumeClaim
 from agenticrun_operator.resources.metadata import Manifest
 from agenticrun_operator.resources.tokens import REPORTER_TOKEN_KEY
@@ -121,6 +128,10 @@ def pod_volumes(run: AgenticRun, role: Role, tokens: str) -> tuple[Mounted, ...]
                 "code", CODE_DIR, {"configMap": {"name": run.spec.code.config_map}}, read_only=True
             )
         )
+    hub = run.spec.hugging_face
+    if hub and hub.cache_claim_name:
+        source = {"persistentVolumeClaim": {"claimName": hub.cache_claim_name}}
+        volumes.append(_mounted("huggingface", HUB_CACHE_DIR, source))
     storage = storage_of(run)
     claim = storage.volume_claim if storage else None
     if claim and role in SAVES:

@@ -140,6 +140,7 @@ def _change(stored: Cluster, *changes: Change) -> str:
         (("spec.priorityClassName", "low"), "spec.priorityClassName"),
         (("spec.imagePullSecrets", ["mine"]), "spec.imagePullSecrets"),
         (("spec.code", {"configMap": "mine"}), "spec.code"),
+        (("spec.huggingFace", {"offline": True}), "spec.huggingFace"),
         (("spec.checkpoint", {"uri": "/data"}), "spec.checkpoint"),
         (("spec.tracking.tensorboard", False), "spec.tracking"),
     ],

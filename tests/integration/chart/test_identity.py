@@ -162,6 +162,7 @@ RUNS = {
     ),
     "with-everything": (
         ("spec.code", {"configMap": "my-envs"}),
+        ("spec.huggingFace", {"secretName": "hf", "cacheClaimName": "models"}),
         ("spec.roles.reference", {"gpus": 1}),
         ("spec.pipeline.algorithm", {"name": "grpo", "lossKl": {}}),
         ("spec.roles.env", {"volumes": [{"name": "d", "secret": {"secretName": "mine"}}]}),

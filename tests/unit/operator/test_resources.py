@@ -330,6 +330,30 @@ def test_the_users_code_is_on_the_path_and_the_users_environment_wins() -> None:
     assert (dict(values)["RAY_USAGE_STATS_ENABLED"], dict(values)["MINE"]) == ("1", "x")
 
 
+HUB = ("spec.huggingFace", {"secretName": "hf", "cacheClaimName": "models", "offline": True})
+
+
+def test_every_pod_has_the_token_and_the_cache_of_the_hub(cluster: Manifest) -> None:
+    with_hub = ray_cluster(a_run(*GPU_RUN, HUB), WORKER, TOKENS)
+    for role in Role:
+        pod = pod_of(with_hub, role)
+        environment = {item["name"]: item for item in pod["containers"][0]["env"]}
+        reference = {"secretKeyRef": {"name": "hf", "key": "HF_TOKEN"}}
+        assert environment["HF_TOKEN"] == {"name": "HF_TOKEN", "valueFrom": reference}
+        assert environment["HF_HUB_OFFLINE"]["value"] == "1"
+        assert mounts(pod["containers"][0])["huggingface"] == environment["HF_HUB_CACHE"]["value"]
+        claim = {"persistentVolumeClaim": {"claimName": "models"}}
+        assert {"name": "huggingface", **claim} in pod["volumes"]
+        assert "HF_" not in str(pod_of(cluster, role))
+
+
+def test_a_role_may_have_another_token_than_the_run() -> None:
+    env = [{"name": "HF_TOKEN", "value": "mine"}]
+    cluster = ray_cluster(a_run(HUB, ("spec.roles.env", {"env": env})), WORKER, TOKENS)
+    (container,) = pod_of(cluster, Role.ENV)["containers"]
+    assert [item for item in container["env"] if item["name"] == "HF_TOKEN"] == env
+
+
 def test_an_image_of_the_runs_own_goes_before_the_operators() -> None:
     (container,) = pod_of(ray_cluster(a_run(("spec.image", "mine:2")), WORKER, TOKENS), Role.ENV)[
         "containers"

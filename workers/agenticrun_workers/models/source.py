@@ -128,5 +128,6 @@ def local_folder(folder: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
         raise InvalidConfig(
             "spec.model.path",
-            f"{folder} is no folder here and cannot be downloaded from the hub: {error}",
+            f"{folder} is no folder here and cannot be downloaded from the hub (a gated model "
+            f"needs spec.huggingFace.secretName): {error}",
         ) from error
