@@ -192,12 +192,16 @@ async def measure(dtype: torch.dtype, quick: bool, syncs: int, threads: int) -> 
         nodes.append(actor(NodeWeights, *arguments))
         return nodes[-1]
 
-    async def timed(sync: WeightSync, version: int, share: float) -> tuple[float, int]:
+    async def timed(
+        sync: WeightSync, version: int, share: float, pauses: list[float] | None = None
+    ) -> tuple[float, int]:
         await trainer.call(lambda actor: actor.change(share, version))
         began = time.perf_counter()
         report = await sync.update({"engine-0": Receiver(engine, "here")}, version)
         seconds = time.perf_counter() - began
         assert not report.failed, report.failed
+        if pauses is not None and report.pause_seconds is not None:
+            pauses.append(report.pause_seconds)
         return seconds, report.nbytes
 
     async def agreed(version: int) -> None:
@@ -207,7 +211,10 @@ async def measure(dtype: torch.dtype, quick: bool, syncs: int, threads: int) -> 
 
     figures: dict[str, float] = {}
     whole = WeightSync(Spec(), "benchmark", [trainer], "here", spawn)
-    (first, size), *rest = [await timed(whole, version, 1.0) for version in range(1, syncs + 2)]
+    pauses_of_whole: list[float] = []
+    (first, size), *rest = [
+        await timed(whole, version, 1.0, pauses_of_whole) for version in range(1, syncs + 2)
+    ]
     await agreed(syncs + 1)
     await whole.stop()
     deltas = WeightSync(Spec(delta=True), "benchmark", [trainer], "here", spawn)
@@ -233,6 +240,7 @@ async def measure(dtype: torch.dtype, quick: bool, syncs: int, threads: int) -> 
     figures["copy_seconds"] = copy
     figures["sync_seconds"] = statistics.median(seconds for seconds, _ in rest)
     figures["sync_over_copy"] = figures["sync_seconds"] / copy
+    figures["pause_over_copy"] = statistics.median(pauses_of_whole[1:]) / copy
     figures["first_sync_over_copy"] = first / copy
     figures["gloo_broadcast_over_copy"] = statistics.median(broadcasts) / copy
     figures["delta_over_copy"] = statistics.median(seconds for seconds, _ in changed) / copy

@@ -44,6 +44,7 @@ WALL_CLOCK = (
     "time",
     "system/tps",
     "weight_sync/seconds",
+    "weight_sync/pause_seconds",
     "train/tokens_per_second",
     "engine/engine-",
     "rollout/utilization",

@@ -140,11 +140,13 @@ def sync_metrics(report: SyncReport | None, *, lora: bool) -> Metrics:
         f"weight_sync/{transport}": float(transport is report.transport) for transport in Transport
     }
     merged = {"weight_sync/lora_merged": float(not report.adapters)} if lora else {}
+    pause = report.pause_seconds
     return {
         "weight_sync/bytes": float(report.nbytes),
         "weight_sync/changed_share": report.changed_share,
         **transports,
         **merged,
+        **({} if pause is None else {"weight_sync/pause_seconds": pause}),
     }
 
 

@@ -15,11 +15,15 @@ Transport Broadcast goes another way: see `broadcast.py`.
 Everything streams. While the trainer writes a bucket, those before it travel and are loaded. The
 next sync overwrites the files, so it starts only when every receiver is done with this one. Where
 adapters alone travel, each node merges them into whole weights when all of them have arrived.
+
+An engine samples nothing while it loads. So it begins as late as it can without ending later than
+the last file allows: see `latest_start`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import (
     AsyncIterator,
@@ -97,6 +101,8 @@ class SyncReport:
     """Receivers that did not load the weights, and why: they are dead, or must not serve."""
     adapters: bool = False
     """True if adapters travelled, and nodes merged them into whole weights."""
+    pause_seconds: float | None = None
+    """Longest time for which an engine did not sample; None for a broadcast, which pauses all."""
 
 
 class WeightSync:
@@ -169,7 +175,12 @@ class WeightSync:
         _raise_failure(report, InvalidConfig)
         self.version = version
         return SyncReport(
-            transport, report.nbytes, report.changed_share, report.failed, files.adapters
+            transport,
+            report.nbytes,
+            report.changed_share,
+            report.failed,
+            files.adapters,
+            report.pause_seconds,
         )
 
     async def copy_to(self, receivers: Mapping[str, Receiver[WeightReceiver]]) -> None:
@@ -286,6 +297,32 @@ class PublishReport:
     nbytes: int
     changed_share: float
     failed: Mapping[str, BaseException]
+    pause_seconds: float
+
+
+def latest_start(arrivals_B: Sequence[float], loads_B: Sequence[float]) -> float:
+    """Return how long after the first file a load should begin.
+
+    From then on it never waits for a file, if files arrive and load as in the last sync. It ends
+    no later than a load that began at once.
+
+    Args:
+        arrivals_B: seconds from the first file to each file, in order.
+        loads_B: seconds to load each file.
+    """
+    loaded_before = itertools.accumulate(loads_B, initial=0.0)
+    return max(arrived - before for arrived, before in zip(arrivals_B, loaded_before, strict=False))
+
+
+def busy_seconds(arrivals_B: Sequence[float], ends_B: Sequence[float]) -> list[float]:
+    """Return the seconds that each file took to load, without the wait for it.
+
+    Args:
+        arrivals_B: when each could be loaded, in order.
+        ends_B: when each was loaded.
+    """
+    ready = [max(pair) for pair in zip(arrivals_B, [0.0, *ends_B[:-1]], strict=True)]
+    return [end - begin for end, begin in zip(ends_B, ready, strict=True)]
 
 
 class FileSync:
@@ -329,6 +366,8 @@ class FileSync:
         """The buckets of the last export."""
         self._version: int | None = None
         """The policy version of the last export."""
+        self._start_after: dict[str, float] = {}
+        """By receiver: seconds from the first file to the begin of the next load."""
 
     async def tensor_specs(self) -> list[TensorSpec]:
         """Return what the trainers export. They are asked once."""
@@ -369,7 +408,7 @@ class FileSync:
         files: dict[str, ReplayStream[WeightFile]] = {node_id: ReplayStream() for node_id in places}
         for place, error in unreachable.items():
             files[place].close(error)
-        loading: list[asyncio.Task[None]] = []
+        loading: list[asyncio.Task[float]] = []
         sending = [asyncio.create_task(self._export(home, arrivals[self._home]))]
         if away:
             sending.append(asyncio.create_task(self._transfer(transport, arrivals, home, away)))
@@ -383,8 +422,8 @@ class FileSync:
                     await sending[0]
                     await handover()
                 loading += [
-                    asyncio.create_task(self._load(receiver, files[receiver.node_id]))
-                    for receiver in receivers.values()
+                    asyncio.create_task(self._load(name, receiver, files[receiver.node_id]))
+                    for name, receiver in receivers.items()
                 ]
                 outcomes = await asyncio.gather(*loading, return_exceptions=True)
                 exported, *transferred = [await task for task in sending]
@@ -400,7 +439,8 @@ class FileSync:
         changed = sum(written.changed for written in self._written)
         elements = sum(written.elements for written in self._written)
         nbytes = sum(transferred) + (exported if self._home in places else 0)
-        return PublishReport(nbytes, changed / elements, failed)
+        pauses = [pause for pause in outcomes if not isinstance(pause, BaseException)]
+        return PublishReport(nbytes, changed / elements, failed, max(pauses, default=0.0))
 
     async def republish(
         self, transport: WeightTransport, receiver: Receiver[WeightReceiver]
@@ -425,7 +465,7 @@ class FileSync:
                 self._prepare_files(node, ReplayStream(self._written), files)
             )
             try:
-                await self._load(receiver, files)
+                await self._load("", receiver, files)
                 await preparing
             finally:
                 preparing.cancel()
@@ -458,20 +498,45 @@ class FileSync:
             node.handle.kill()
 
     async def _load(
-        self, receiver: Receiver[WeightReceiver], files: ReplayStream[WeightFile]
-    ) -> None:
-        """Update one receiver. It goes on with its old weights until the first file is there."""
-        calls: list[Result[Answer]] = []
+        self, name: str, receiver: Receiver[WeightReceiver], files: ReplayStream[WeightFile]
+    ) -> float:
+        """Update one receiver. Returns the seconds for which it did not serve.
+
+        It goes on with its old weights at least until the first file is there.
+        """
+        ends: list[float] = []
+        calls: list[asyncio.Task[None]] = []
+        began = await self._time_to_start(name, files)
         async for file in files:
             if not calls:
                 version = self._version
                 assert version is not None, "files come after an export"
                 await receiver.handle.call(lambda actor: actor.begin_update(version))
-            calls.append(
-                receiver.handle.call(lambda actor: actor.take_bucket(file.path, file.checksum))
-            )
-        await asyncio.gather(*calls)
+            call = receiver.handle.call(lambda actor: actor.take_bucket(file.path, file.checksum))
+            calls.append(asyncio.create_task(_noting_the_end(call, ends)))
+        try:
+            await asyncio.gather(*calls)
+        finally:
+            for task in calls:
+                task.cancel()
         await receiver.handle.call(lambda actor: actor.finish_update())
+        ready = [max(began, arrived) for arrived in files.arrivals]
+        arrivals = [arrived - files.arrivals[0] for arrived in files.arrivals]
+        self._start_after[name] = latest_start(arrivals, busy_seconds(ready, ends))
+        return asyncio.get_running_loop().time() - began
+
+    async def _time_to_start(self, name: str, files: ReplayStream[WeightFile]) -> float:
+        """Wait until a receiver should begin to load, and return the time.
+
+        It begins at once in its first sync, and when all files are there.
+        """
+        reader = aiter(files)
+        await anext(reader, None)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._start_after.get(name, 0.0)):
+                async for _ in reader:
+                    pass
+        return asyncio.get_running_loop().time()
 
     async def _export(self, home: NodeHandle, arrivals: ReplayStream[WrittenBucket]) -> int:
         """Have the trainers write into `home`. Returns the bytes of deltas or whole buckets."""
@@ -579,6 +644,11 @@ class FileSync:
         folder = Path(await handle.call(lambda actor: actor.folder()))
         self._nodes[node_id] = NodeHandle(node_id, handle, folder)
         return self._nodes[node_id]
+
+
+async def _noting_the_end(call: Result[Answer], ends: list[float]) -> None:
+    await call
+    ends.append(asyncio.get_running_loop().time())
 
 
 @asynccontextmanager

@@ -115,12 +115,15 @@ class ReplayStream(Generic[T]):
     def __init__(self, items: Iterable[T] | None = None) -> None:
         """With `items`, make a closed stream of them."""
         self._items: list[T] = list(items or ())
+        self.arrivals = [asyncio.get_running_loop().time()] * len(self._items)
+        """When each item came."""
         self._error: BaseException | None = None
         self._closed = items is not None
         self._changed = asyncio.Event()
 
     def put(self, item: T) -> None:
         self._items.append(item)
+        self.arrivals.append(asyncio.get_running_loop().time())
         self._wake_readers()
 
     def close(self, error: BaseException | None = None) -> None:
