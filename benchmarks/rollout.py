@@ -14,11 +14,14 @@ takes 0.9 of the time in which engines that never wait play a batch.
   `_in_order_of_arrival`: engines do not know which requests are urgent. `_future_known`: engines
   begin with the episode that has most seconds left. In truth that is unknown, so no order of
   requests can be expected to do better. `_uneven_engines`: engines of 1.6, 1.2, 0.8 and 0.4 times
-  the speed.
+  the speed. `_streamed`: each step is four batches of 16 groups, trained as soon as they have
+  finished; weights go to the engines after every fourth, and the age of tokens, in optimizer steps,
+  has the same bound (docs/algorithms.md, "Train while a batch is still being played").
 - `baseline_utilization`: the same for a barrier with ROLL's synchronous rules: one thread for each
   environment, tied to the engine with the fewest environments; all groups begin together; the
   training step waits for the slowest one, and the engines for the training step.
-- `speedup_over_barrier`: time of the barrier over our time with `staleness.max: 1`.
+- `speedup_over_barrier`: time of the barrier over our time with `staleness.max: 1`,
+  `_streamed` or not.
 
 **Hand-offs**, in real time: one env worker runs 10,000 episodes at once against an engine that
 answers at once, from another process. A hand-off is one request and its answer, with the agent's
@@ -89,6 +92,8 @@ WORKERS = 4
 UNEVEN = (1.6, 1.2, 0.8, 0.4)
 """Speeds of engines; their mean is 1."""
 TRAINING_SHARE = 0.9
+PARTS = 4
+"""Batches of a step that is streamed."""
 SEED = 7
 
 
@@ -141,15 +146,19 @@ def ideal_seconds(step: int) -> float:
 TRAINING_SECONDS = TRAINING_SHARE * float(np.mean([ideal_seconds(step) for step in range(10)]))
 
 
-def oracle_seconds(steps: int, staleness: int) -> float:
+def oracle_seconds(steps: int, staleness: int, parts: int = 1) -> float:
     """Return a lower bound of the time of these steps for whoever knows all scripts.
 
     The groups of step v may begin when the engines have version v - staleness, as for us. From then
-    on it ends no earlier than its longest episode, and no earlier than engines that never idle
-    finish all episodes of the steps from then on up to v.
+    on the last of them ends no earlier than the longest episode, and no earlier than engines that
+    never idle finish all episodes of the steps from then on up to v.
+
+    Args:
+        parts: a step is trained as so many batches. Only the last one waits for all groups.
     """
     work = [ideal_seconds(step) for step in range(steps)]
     longest = [max(each.seconds for each in scripts(step)) for step in range(steps)]
+    last_part = TRAINING_SECONDS / parts
     ends: list[float] = []
 
     def may_begin(step: int) -> float:
@@ -157,11 +166,11 @@ def oracle_seconds(steps: int, staleness: int) -> float:
 
     for step in range(steps):
         played = max(
-            ends[-1] if ends else 0.0,
             may_begin(step) + longest[step],
             *(may_begin(first) + sum(work[first : step + 1]) for first in range(step + 1)),
         )
-        ends.append(played + TRAINING_SECONDS)
+        trained = (ends[-1] if ends else 0.0) + TRAINING_SECONDS - last_part
+        ends.append(max(played, trained) + last_part)
     return ends[-1]
 
 
@@ -347,9 +356,21 @@ EVEN = (1.0,) * ENGINES
 
 
 async def play(
-    staleness: int, steps: int, order: Order = by_priority, speeds: Sequence[float] = EVEN
+    staleness: int,
+    steps: int,
+    order: Order = by_priority,
+    speeds: Sequence[float] = EVEN,
+    parts: int = 1,
 ) -> Played:
-    """Train for some steps with our rollout, in virtual time, on engines of these speeds."""
+    """Train for some steps with our rollout, in virtual time, on engines of these speeds.
+
+    Args:
+        staleness: of whole steps.
+        parts: each step is trained as so many batches, each as soon as its groups have finished;
+            the engines get new weights once per whole step. No token is trained on after more
+            optimizer steps than as mini-batches of a whole batch.
+    """
+    size, max_age = GROUPS // parts, parts * (1 + staleness) - 1
     engines = [SimulatedEngine(order, speed) for speed in speeds]
     store, numbers = TrajectoryStore(), itertools.count()
     asked = pipeline("scripted", GROUPS, (1 + staleness) * GROUPS * GROUP_SIZE // WORKERS)
@@ -366,21 +387,22 @@ async def play(
     await pool.set_endpoints(handles, [Remote(store)])
     controller = RolloutController(
         pool,
-        StalenessGate.resumed(GROUPS, (1 + staleness) * GROUPS, staleness, 0),
+        StalenessGate.resumed(size, (1 + staleness) * GROUPS, max_age, 0),
         GroupPlan.of(asked),
         discard=discard,
         position=RolloutPosition(),
     )
     loop, largest_age, stale = asyncio.get_running_loop(), 0, 0
     began = loop.time()
-    for step in range(steps):
+    for step in range(steps * parts):
+        loaded = step - step % parts
         for engine in engines:
-            engine.version = step
-        controller.advance(step, step)
+            engine.version = loaded
+        controller.advance(step, loaded)
         batch = await controller.batch()
         largest_age = max(largest_age, *(step - group.oldest_version for group in batch.groups))
         stale += batch.counts.stale
-        await asyncio.sleep(TRAINING_SECONDS)
+        await asyncio.sleep(TRAINING_SECONDS / parts)
         await discard(batch.results)
     seconds = loop.time() - began
     await controller.stop()
@@ -415,6 +437,9 @@ def measure_utilization(steps: int) -> dict[str, float]:
     for staleness in (0, 1, 2):
         played = ours[staleness] = on_virtual_clock(play(staleness, steps))
         assert played.largest_age <= staleness, played
+        streamed = on_virtual_clock(play(staleness, steps, parts=PARTS))
+        assert streamed.largest_age < PARTS * (1 + staleness), streamed
+        streamed_oracle = oracle_seconds(steps, staleness, PARTS)
         oracle = oracle_seconds(steps, staleness)
         others = {
             "in_order_of_arrival": play(staleness, steps, by_arrival),
@@ -428,12 +453,17 @@ def measure_utilization(steps: int) -> dict[str, float]:
         figures |= {
             f"stale_groups_eta{staleness}": float(played.stale),
             f"seconds_per_step_eta{staleness}": played.seconds / steps,
+            f"seconds_per_step_eta{staleness}_streamed": streamed.seconds / steps,
+            f"utilization_eta{staleness}_streamed": streamed_oracle / streamed.seconds,
         }
     barrier = on_virtual_clock(play_with_barrier(steps))
     return figures | {
         "baseline_utilization": oracle_seconds(steps, 1) / barrier,
         "seconds_per_step_baseline": barrier / steps,
         "speedup_over_barrier": barrier / ours[1].seconds,
+        "speedup_over_barrier_streamed": (
+            barrier / steps / figures["seconds_per_step_eta1_streamed"]
+        ),
     }
 
 
