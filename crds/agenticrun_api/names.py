@@ -37,6 +37,9 @@ class Role(StrEnum):
 RAY_CONTAINER = "ray"
 REPORTER_CONTAINER = "reporter"
 """Containers of a run's pods; the reporter is on the head only."""
+FETCH_CONTAINER = "fetch-code"
+INSTALL_CONTAINER = "install-packages"
+"""Init containers of all pods, for spec.code.git or image, and for spec.code.pip."""
 
 DASHBOARD_PORT = 8265
 REPORTER_PORT = 8787
@@ -50,7 +53,13 @@ pod."""
 REPORTER_TOKEN_FILE = "/etc/agenticrun/reporter/token"
 """Mounted in the containers of the head pod only."""
 CODE_DIR = "/etc/agenticrun/code"
-"""The user's modules (spec.code.configMap), on PYTHONPATH in every Ray container."""
+"""The user's modules (spec.code), on PYTHONPATH in every Ray container."""
+PACKAGES_DIR = "/etc/agenticrun/packages"
+"""The user's packages (spec.code.pip), on PYTHONPATH in every Ray container."""
+GIT_SECRET_DIR = "/etc/agenticrun/git"
+"""The Secret of spec.code.git, mounted only in the init container that fetches."""
+PACKAGE_CACHE_DIR = "/var/cache/agenticrun"
+"""uv's cache (spec.code.pip.cacheClaimName), mounted only in the init container that installs."""
 IMAGE_CODE_DIR = "/opt/agenticrun/code"
 """Users' modules in images made FROM the worker image, which has it on PYTHONPATH."""
 WORK_DIR = "/var/lib/agenticrun"
@@ -63,9 +72,13 @@ CHECKPOINT_DIR = "/checkpoints"
 
 ENV_ATTEMPT = "AGENTICRUN_ATTEMPT"
 ENV_SUBMISSION_ID = "AGENTICRUN_SUBMISSION_ID"
+ENV_CODE = "AGENTICRUN_CODE"
+"""spec.code as JSON, for `FETCH_COMMAND` and `INSTALL_COMMAND`."""
 ENV_REPLICAS = "AGENTICRUN_REPLICAS"
 """Replicas of roles that may have changed since the run was mounted, as JSON: {"env": 2}."""
 DRIVER_COMMAND = "python -m agenticrun_workers.driver"
+FETCH_COMMAND = ("python", "-m", "agenticrun_workers.code.git")
+INSTALL_COMMAND = ("python", "-m", "agenticrun_workers.code.packages")
 REPORTER_COMMAND = ("python", "-m", "agenticrun_workers.reporting.sidecar")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
+from pydantic.alias_generators import to_snake
 
 from agenticrun_api.base import Count, Model, Name, Quantity, Rule, refused
-from agenticrun_api.names import Role
+from agenticrun_api.names import CODE_DIR, PACKAGES_DIR, Role
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
 from agenticrun_api.roles import (
     ELASTIC,
@@ -98,11 +100,156 @@ class ModelSpec(Model):
     """Run Python code that comes with the model, as in transformers."""
 
 
-class CodeSpec(Model):
-    """The user's own modules."""
+def _no_credentials(field: str) -> Rule:
+    """Return a rule that an address has no user and password: whoever may read the run sees it."""
+    return Rule(
+        f"!has(self.{field}) || !self.{field}.matches('^https?://[^/]*@')",
+        f"{field} must have no user and password: put them into a Secret (secretName)",
+        f".{field}",
+        lambda m: re.match("https?://[^/]*@", getattr(m, to_snake(field)) or "") is None,
+    )
 
-    config_map: Name
-    """A ConfigMap with one file per key. It is mounted on PYTHONPATH in every Ray container."""
+
+RelativePath = Annotated[
+    str, Field(min_length=1, max_length=512, pattern=r"^[^/:\s\\]+(/[^/:\s\\]+)*$")
+]
+"""A path below a folder, without what PYTHONPATH cannot hold."""
+
+
+def _stays_inside(field: str) -> Rule:
+    """Return a rule that a relative path does not leave its folder."""
+    return Rule(
+        f"!has(self.{field}) || !('..' in self.{field}.split('/'))",
+        f"{field} must be below the folder of the code: leave '..' out",
+        f".{field}",
+        lambda m: ".." not in (getattr(m, to_snake(field)) or "").split("/"),
+    )
+
+
+class GitCode(Model):
+    """Modules in a Git repository. Each pod fetches `ref`, without history, before it starts."""
+
+    RULES = (_no_credentials("url"), _stays_inside("path"))
+
+    url: Annotated[
+        str,
+        Field(
+            max_length=2048,
+            pattern=r"^(https?://|ssh://|[A-Za-z0-9_][A-Za-z0-9_.-]*@[A-Za-z0-9.-]+:)[^\s]+$",
+        ),
+    ]
+    """Address by https, http or ssh, as for `git clone`."""
+    ref: Annotated[
+        str, Field(min_length=1, max_length=255, pattern=r"^[^-+\s~^:?*\[\\][^\s~^:?*\[\\]*$")
+    ] = "HEAD"
+    """Branch, tag, or commit with all 40 digits. A branch may move: a pod that starts later gets
+    its newest commit then. Name a commit for a run that can be repeated. Default: the newest commit
+    of the default branch."""
+    path: RelativePath | None = None
+    """Folder of the repository that is put on PYTHONPATH. Default: its root."""
+    secret_name: Name | None = None
+    """A Secret in the run's namespace, with the keys that Kubernetes defines: `username` and
+    `password` (kubernetes.io/basic-auth) for https, where the password is a token; `ssh-privatekey`
+    (kubernetes.io/ssh-auth) and `known_hosts` for ssh. Only the container that fetches mounts
+    it."""
+
+
+class ImageCode(Model):
+    """Modules in an image of their own, which each pod copies before it starts. The image needs the
+    program `cp` and nothing else; spec.image runs.
+    """
+
+    reference: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\s]+$")]
+    """The image. It is pulled as spec.image, with spec.imagePullSecrets."""
+    path: Annotated[str, Field(max_length=512, pattern=r"^/[^:\s\\]*$")] = "/code"
+    """Folder of the image whose content is put on PYTHONPATH."""
+
+
+class PipCode(Model):
+    """Packages that the worker image lacks. Each pod installs them with uv before it starts. The
+    packages of the worker image keep their versions.
+    """
+
+    RULES = (
+        Rule(
+            "size(self.requirements) > 0 || has(self.requirementsFile)",
+            "set requirements, requirementsFile or both",
+            ".requirements",
+            lambda p: bool(p.requirements) or p.requirements_file is not None,
+        ),
+        _no_credentials("indexUrl"),
+        _stays_inside("requirementsFile"),
+    )
+
+    requirements: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=2048, pattern=r"^[^\n\r]+$")]],
+        Field(max_length=256),
+    ] = []
+    """Lines as in a requirements.txt, for example `emoji==2.15.0 --hash=sha256:...`. Hashes are
+    checked."""
+    requirements_file: RelativePath | None = None
+    """A requirements.txt in the folder of the code."""
+    index_url: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^\s]+$")] | None = None
+    """Package index. Default: that of the worker image's uv, https://pypi.org/simple."""
+    secret_name: Name | None = None
+    """A Secret in the run's namespace. Its keys are environment variables of uv, for example
+    UV_INDEX_URL with user and password. Only the container that installs has them."""
+    cache_claim_name: Name | None = None
+    """An existing claim in the run's namespace for uv's cache, so that each package is downloaded
+    once. ReadWriteMany if the pods run on several nodes. Default: each pod downloads."""
+
+
+class CodeSpec(Model):
+    """The user's own modules and packages, on PYTHONPATH in every Ray container: at most one of
+    configMap, git and image, and pip beside it or alone.
+    """
+
+    RULES = (
+        Rule(
+            "(has(self.configMap) ? 1 : 0) + (has(self.git) ? 1 : 0) + (has(self.image) ? 1 : 0) "
+            "<= 1",
+            "set only one of configMap, git and image",
+            "",
+            lambda c: len(c.sources) <= 1,
+        ),
+        Rule(
+            "has(self.configMap) || has(self.git) || has(self.image) || has(self.pip)",
+            "set configMap, git, image or pip",
+            "",
+            lambda c: bool(c.sources) or c.pip is not None,
+        ),
+        Rule(
+            "!has(self.pip) || !has(self.pip.requirementsFile) || "
+            "has(self.configMap) || has(self.git) || has(self.image)",
+            "requirementsFile is a file of the code: set configMap, git or image, or write the "
+            "lines into requirements",
+            ".pip",
+            lambda c: c.pip is None or c.pip.requirements_file is None or bool(c.sources),
+        ),
+    )
+
+    config_map: Name | None = None
+    """A ConfigMap with one file per key."""
+    git: GitCode | None = None
+    image: ImageCode | None = None
+    pip: PipCode | None = None
+
+    @property
+    def sources(self) -> tuple[str | GitCode | ImageCode, ...]:
+        """What brings modules: one, or none if only packages are installed."""
+        return tuple(item for item in (self.config_map, self.git, self.image) if item is not None)
+
+    @property
+    def folder(self) -> str:
+        """The folder of the modules in the pods."""
+        below = f"/{self.git.path}" if self.git and self.git.path else ""
+        return CODE_DIR + below
+
+    @property
+    def python_path(self) -> str:
+        """PYTHONPATH of the Ray containers."""
+        folders = [self.folder] * bool(self.sources) + [PACKAGES_DIR] * (self.pip is not None)
+        return ":".join(folders)
 
 
 class VolumeClaim(Model):

@@ -99,6 +99,7 @@ class Reason(StrEnum):
     IMAGE_PULL_FAILED = "ImagePullFailed"
     UNSCHEDULABLE = "Unschedulable"
     CONTAINER_CRASHED = "ContainerCrashed"
+    CODE_UNAVAILABLE = "CodeUnavailable"
     NODE_LOST = "NodeLost"
     STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
     SUBMITTING = "Submitting"

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from agenticrun_api import AgenticRun, Progress, Reason, Role
-from agenticrun_api.names import LABEL_ROLE, LABEL_RUN_UID, RAY_CONTAINER
+from agenticrun_api.names import (
+    FETCH_CONTAINER,
+    INSTALL_CONTAINER,
+    LABEL_ROLE,
+    LABEL_RUN_UID,
+    RAY_CONTAINER,
+)
 from agenticrun_operator.resources import (
     Child,
     Manifest,
@@ -27,6 +33,10 @@ _PULL_FAILURES = frozenset(
 _CONFIG_FAILURES = frozenset(
     {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
 )
+_CODE_CONTAINERS = {
+    FETCH_CONTAINER: "cannot fetch spec.code",
+    INSTALL_CONTAINER: "cannot install spec.code.pip",
+}
 _PLAIN_WAITING = frozenset({"ContainerCreating", "PodInitializing"})
 _ROLES = frozenset(role.value for role in Role)
 LIVE_JOB = frozenset({"PENDING", "RUNNING"})
@@ -337,6 +347,8 @@ def _container_problem(container: Manifest, image: str) -> Problem | None:
     )
     if ended and ended.get("exitCode", 0) != 0:
         detail = _one_line(ended.get("message", "")) or ended.get("reason", "")
+        if failed := _CODE_CONTAINERS.get(container["name"]):
+            return Problem(Reason.CODE_UNAVAILABLE, f"{failed}: {detail}")
         return Problem(
             Reason.CONTAINER_CRASHED,
             f"container {container['name']} ended with exit code {ended['exitCode']}: {detail}",

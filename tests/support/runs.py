@@ -18,7 +18,16 @@ from agenticrun_api.environments import EnvGroups
 from agenticrun_api.pipeline import Pipeline, Record, Staleness
 from agenticrun_api.roles import PodTemplate, WorkerRole
 from agenticrun_api.run import AgenticRun
-from agenticrun_api.spec import AgenticRunSpec, Checkpoint, InitializeModel, ModelSpec, VolumeClaim
+from agenticrun_api.spec import (
+    AgenticRunSpec,
+    Checkpoint,
+    CodeSpec,
+    GitCode,
+    InitializeModel,
+    ModelSpec,
+    PipCode,
+    VolumeClaim,
+)
 from agenticrun_api.training import ActorTrain, Critic, Eval, Generating, Warmup, WeightSync
 
 Change = tuple[str, Any]
@@ -87,6 +96,11 @@ _VAL = {"groups": 2, "groupSize": 2, "tags": ["Lake"]}
 _TWO = [{"tag": "Lake", "type": "frozen_lake"}, {"tag": "Pond", "type": "frozen_lake"}]
 _BOTH = ["Lake", "Pond"]
 _MINI = f"{_P}.actorTrain.training.miniBatchSize"
+
+
+def _indexed(url: str) -> Change:
+    return "spec.code", {"pip": {"requirements": ["emoji"], "indexUrl": url}}
+
 
 RULE_CASES: tuple[RuleCase, ...] = (
     *(
@@ -696,6 +710,75 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "spec.model.path",
         (("spec.model.path", "org/model"),),
         (("spec.model", {"path": "org/model"}), _SAVED),
+    ),
+    RuleCase(
+        CodeSpec,
+        "set only one of configMap, git and image",
+        "spec.code",
+        (("spec.code", {"configMap": "mine", "image": {"reference": "mine:1"}}),),
+        (("spec.code", {"image": {"reference": "mine:1"}}),),
+    ),
+    RuleCase(
+        CodeSpec,
+        "set configMap, git, image or pip",
+        "spec.code",
+        (("spec.code", {}),),
+        (("spec.code", {"pip": {"requirements": ["emoji"]}}),),
+    ),
+    RuleCase(
+        CodeSpec,
+        "requirementsFile is a file of the code",
+        "spec.code.pip",
+        (("spec.code", {"pip": {"requirementsFile": "requirements.txt"}}),),
+        (("spec.code", {"configMap": "mine", "pip": {"requirementsFile": "requirements.txt"}}),),
+    ),
+    RuleCase(
+        PipCode,
+        "set requirements, requirementsFile or both",
+        "spec.code.pip.requirements",
+        (("spec.code", {"configMap": "mine", "pip": {}}),),
+        (
+            (
+                "spec.code",
+                {
+                    "configMap": "mine",
+                    "pip": {"requirements": ["emoji"], "requirementsFile": "a/b.txt"},
+                },
+            ),
+        ),
+    ),
+    RuleCase(
+        PipCode,
+        "indexUrl must have no user",
+        "spec.code.pip.indexUrl",
+        (_indexed("https://me:token@host.example/simple"),),
+        (_indexed("https://host.example/simple/me@here"),),
+    ),
+    RuleCase(
+        PipCode,
+        "requirementsFile must be below",
+        "spec.code.pip.requirementsFile",
+        (
+            (
+                "spec.code",
+                {"configMap": "mine", "pip": {"requirementsFile": "../requirements.txt"}},
+            ),
+        ),
+        (("spec.code", {"configMap": "mine", "pip": {"requirementsFile": "..requirements.txt"}}),),
+    ),
+    RuleCase(
+        GitCode,
+        "url must have no user",
+        "spec.code.git.url",
+        (("spec.code", {"git": {"url": "https://token@github.com/me/mine"}}),),
+        (("spec.code", {"git": {"url": "ssh://git@github.com/me/mine", "secretName": "key"}}),),
+    ),
+    RuleCase(
+        GitCode,
+        "path must be below",
+        "spec.code.git.path",
+        (("spec.code", {"git": {"url": "https://github.com/me/mine", "path": "a/.."}}),),
+        (("spec.code", {"git": {"url": "git@github.com:me/mine", "path": ".a/b..c"}}),),
     ),
     RuleCase(
         VolumeClaim,

@@ -13,6 +13,7 @@ _WORTH_AN_EVENT = frozenset(
         Reason.IMAGE_PULL_FAILED,
         Reason.UNSCHEDULABLE,
         Reason.CONTAINER_CRASHED,
+        Reason.CODE_UNAVAILABLE,
         Reason.PODS_DENIED,
     }
 )

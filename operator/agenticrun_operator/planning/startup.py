@@ -21,7 +21,11 @@ from agenticrun_operator.planning.times import format_span, format_time, parse_t
 FIRST_WAIT_SECONDS = 60.0
 """Longer than the pods of another run need to be placed, and shorter than people are patient."""
 MAX_WAIT_SECONDS = 900.0
-_ERRORS_OF_THE_RUN = (Reason.IMAGE_PULL_FAILED, Reason.CONTAINER_CRASHED)
+_ERRORS_OF_THE_RUN = (
+    Reason.IMAGE_PULL_FAILED,
+    Reason.CONTAINER_CRASHED,
+    Reason.CODE_UNAVAILABLE,
+)
 """Problems that a run has on every node, so that another try does not help."""
 
 

@@ -87,4 +87,5 @@ def run_config(run: AgenticRun) -> Manifest:
 
 def code_config_map(run: AgenticRun) -> Child | None:
     """Return the ConfigMap with the user's modules. It belongs to the user and is never written."""
-    return Child("ConfigMap", run.spec.code.config_map) if run.spec.code else None
+    name = run.spec.code.config_map if run.spec.code else None
+    return Child("ConfigMap", name) if name else None

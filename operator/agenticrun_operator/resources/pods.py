@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import (
-    CODE_DIR,
     HUB_CACHE_DIR,
     RAY_CONTAINER,
     REPORTER_COMMAND,
@@ -13,6 +12,7 @@ from agenticrun_api.names import (
 )
 from agenticrun_api.roles import Resources
 from agenticrun_operator.resources.claims import created_claim
+from agenticrun_operator.resources.code import code_containers, init_volumes
 from agenticrun_operator.resources.metadata import Manifest, run_labels
 from agenticrun_operator.resources.overlay import merged
 from agenticrun_operator.resources.volumes import SAVES, pod_volumes
@@ -50,7 +50,7 @@ def head_pod(run: AgenticRun, image: str, tokens: str, ports: dict[str, int]) ->
     """
     pod = _pod(run, Role.DRIVER, image, tokens, ports)
     settings = run.spec.roles.driver
-    pod["initContainers"] = [
+    pod.setdefault("initContainers", []).append(
         {
             "name": REPORTER_CONTAINER,
             "image": image,
@@ -71,7 +71,7 @@ def head_pod(run: AgenticRun, image: str, tokens: str, ports: dict[str, int]) ->
                 if item.volume["name"] in _REPORTER_VOLUMES
             ],
         }
-    ]
+    )
     return _template(run, Role.DRIVER, pod)
 
 
@@ -104,6 +104,8 @@ def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, 
         "priorityClassName": settings.priority_class_name or run.spec.priority_class_name,
         "runtimeClassName": settings.runtime_class_name,
     }
+    bring_code = code_containers(run, settings, _init_container(run, role, image))
+    private = init_volumes(run.spec.code) if run.spec.code else []
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -116,6 +118,7 @@ def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, 
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         **{key: value for key, value in optional.items() if value},
+        **({"initContainers": bring_code} if bring_code else {}),
         "containers": [
             {
                 "name": RAY_CONTAINER,
@@ -136,7 +139,25 @@ def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, 
                 **({"envFrom": settings.env_from} if settings.env_from else {}),
             }
         ],
-        "volumes": [*(item.volume for item in volumes), *settings.volumes],
+        "volumes": [*(item.volume for item in volumes), *private, *settings.volumes],
+    }
+
+
+def _init_container(run: AgenticRun, role: Role, image: str) -> Manifest:
+    """Return what all init containers that bring code have.
+
+    They may use as much memory as the Ray container, which starts after them.
+    """
+    resources = _resources(run, role)
+    return {
+        "image": image,
+        "imagePullPolicy": run.spec.image_pull_policy,
+        "resources": {
+            kind: {name: amounts[name] for name in ("cpu", "memory") if name in amounts}
+            for kind, amounts in resources.items()
+        },
+        "securityContext": _RESTRICTED | {"readOnlyRootFilesystem": True},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
 
@@ -155,7 +176,7 @@ def _beside_the_head(run: AgenticRun, role: Role) -> Manifest:
 
 def _environment(run: AgenticRun, role: Role) -> list[Manifest]:
     """Return our variables without those that the user overrides, then the user's."""
-    ours = _ENV | ({"PYTHONPATH": CODE_DIR} if run.spec.code else {})
+    ours = _ENV | ({"PYTHONPATH": run.spec.code.python_path} if run.spec.code else {})
     variables = [{"name": name, "value": value} for name, value in ours.items()]
     theirs = run.spec.roles.of(role).env
     overridden = {variable.get("name") for variable in theirs}

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import (
     CHECKPOINT_DIR,
-    CODE_DIR,
     HUB_CACHE_DIR,
     REPORTER_TOKEN_FILE,
     RUN_FILE,
     WORK_DIR,
 )
 from agenticrun_api.spec import Checkpoint, InitializeModel, VolumeClaim
+from agenticrun_operator.resources.code import code_volumes
 from agenticrun_operator.resources.metadata import Manifest
 from agenticrun_operator.resources.tokens import REPORTER_TOKEN_KEY
 
@@ -123,11 +123,10 @@ def pod_volumes(run: AgenticRun, role: Role, tokens: str) -> tuple[Mounted, ...]
             ),
         ]
     if run.spec.code:
-        volumes.append(
-            _mounted(
-                "code", CODE_DIR, {"configMap": {"name": run.spec.code.config_map}}, read_only=True
-            )
-        )
+        volumes += [
+            _mounted(name, path, source, read_only=True)
+            for name, path, source in code_volumes(run.spec.code)
+        ]
     hub = run.spec.hugging_face
     if hub and hub.cache_claim_name:
         source = {"persistentVolumeClaim": {"claimName": hub.cache_claim_name}}

@@ -161,7 +161,13 @@ RUNS = {
         ),
     ),
     "with-everything": (
-        ("spec.code", {"configMap": "my-envs"}),
+        (
+            "spec.code",
+            {
+                "git": {"url": "https://host.example/mine", "secretName": "mine"},
+                "pip": {"requirements": ["emoji"], "secretName": "mine", "cacheClaimName": "mine"},
+            },
+        ),
         ("spec.huggingFace", {"secretName": "hf", "cacheClaimName": "models"}),
         ("spec.roles.reference", {"gpus": 1}),
         ("spec.pipeline.algorithm", {"name": "grpo", "lossKl": {}}),

@@ -128,7 +128,7 @@ def test_required_fields_are_those_that_no_default_can_guess() -> None:
         for name in node.get("required", ())
     }
     assert required == {
-        ".model", ".pipeline", ".code.configMap",
+        ".model", ".pipeline", ".code.git.url", ".code.image.reference",
         ".pipeline.maxSteps", ".pipeline.rolloutBatchSize", ".pipeline.envs", ".pipeline.trainEnvs",
         ".pipeline.envs[].tag", ".pipeline.envs[].type",
         ".pipeline.trainEnvs.groups", ".pipeline.trainEnvs.tags",

@@ -6,13 +6,17 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from agenticrun_api import parse_run
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
 from agenticrun_workers.cli.common import new_folder
+from agenticrun_workers.cli.run import code_notes
+from runs import run_with
 
 GOOD = """
 apiVersion: agenticrun.dev/v1alpha1
@@ -115,3 +119,19 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 def test_help_and_version() -> None:
     assert "validate" in CliRunner().invoke(app, ["--help"]).output
     assert CliRunner().invoke(app, ["version"]).output.strip()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ({"configMap": "mine"}, []),
+        ({"git": {"url": "https://host.example/mine"}}, ["not https://host.example/mine; modules"]),
+        ({"image": {"reference": "mine:1"}}, ["not mine:1; modules"]),
+        ({"pip": {"requirements": ["emoji"]}}, ["spec.code.pip: nothing is installed"]),
+    ],
+)
+def test_a_local_run_says_what_stands_in_for_code_of_a_cluster(
+    code: dict[str, Any], said: list[str], tmp_path: Path
+) -> None:
+    notes = code_notes(parse_run(run_with(("spec.code", code))), tmp_path)
+    assert [part in note for part, note in zip(said, notes, strict=True)] == [True] * len(said)

@@ -372,16 +372,37 @@ def test_packages_that_the_worker_image_lacks_are_warned_of(folder: Path) -> Non
     (folder / "words.py").write_text(
         "import yaml, pytest\nWORDS = ['a', 'b']\ndef f():\n    import absent_package"
     )
-    (folder / "requirements.txt").write_text("absent_package\n")
     code, output = package(folder)
     assert code == 0, output
     assert "words.py:1 imports pytest, which the worker image does not have" in output
     assert "words.py:4 imports absent_package, which the worker image does not have" in output
-    assert "a ConfigMap installs nothing of requirements.txt: use --image" in output
     assert "imports yaml" not in output
-    output = package(folder, "--image", "context")[1]
-    assert "absent_package" not in output
-    assert "imports pytest" in output
+    (folder / "requirements.txt").write_text("absent_package\n")
+    for options in ((), ("--image", "context")):
+        code, output = package(folder, *options)
+        assert (code, "absent_package" in output) == (0, False), output
+        assert "imports pytest" in output
+    changes = ("--set", "code.pip.requirements=[pytest]")
+    assert "imports pytest" not in package(folder, *changes)[1]
+
+
+def test_a_config_map_has_the_requirements_and_the_run_installs_them(folder: Path) -> None:
+    (folder / "requirements.txt").write_text("emoji==2.15.0\n")
+    code, output = package(folder)
+    assert code == 0, output
+    wanted = "    code: {configMap: own-code, pip: {requirementsFile: requirements.txt}}"
+    assert f"run.yaml\n  spec:\n{wanted}\nand run\n" in output
+    data = yaml.safe_load(Path("own-code.yaml").read_text())["data"]
+    assert data["requirements.txt"] == "emoji==2.15.0\n"
+    (folder / "run.yaml").write_text(f"{RUN}{wanted[2:]}\n")
+    assert "\nnow run\n  kubectl apply" in package(folder)[1]
+
+
+def test_a_run_with_code_of_another_kind_is_told_to_replace_it(folder: Path) -> None:
+    git = ("--set", "code.git.url=https://host.example/mine")
+    code, output = package(folder, *git)
+    assert code == 0, output
+    assert "run.yaml, in place of spec.code\n  spec:\n    code: {configMap: own-code}" in output
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,28 @@ async def test_a_run_that_never_trained_fails_if_its_containers_cannot_start(rea
     assert "no such image" in failed.message
 
 
+async def test_code_that_never_arrives_is_said_at_once_and_fails_the_run_at_the_deadline() -> None:
+    git = ("spec.code", {"git": {"url": "https://host.example/mine", "ref": "nope"}})
+    operator = a_run(git, startupDeadlineSeconds=120)
+    world = operator.world
+    for _ in range(14):
+        world.make_pods(ready=False)
+        for pod in world.pods():
+            pod["spec"]["initContainers"] = [{"name": "fetch-code", "image": "worker:1"}]
+            ended = {"exitCode": 1, "message": "cannot fetch nope"}
+            state = {"name": "fetch-code", "restartCount": 0, "state": {"terminated": ended}}
+            pod["status"]["initContainerStatuses"] = [state]
+        await operator.reconcile()
+        if phase(world) is Phase.STARTING and world.pods():
+            ready = condition(world, ConditionType.ROLES_READY)
+            assert (ready.status, ready.reason) == ("False", "CodeUnavailable")
+            assert "cannot fetch spec.code: cannot fetch nope" in ready.message
+            assert happened(world).count("CodeUnavailable") == 1
+        world.now += timedelta(seconds=10)
+    assert phase(world) is Phase.FAILED
+    assert "cannot fetch nope" in condition(world, ConditionType.FAILED).message
+
+
 async def test_a_run_that_has_trained_queues_while_an_image_cannot_be_pulled() -> None:
     operator = a_run(startupDeadlineSeconds=120)
     world = operator.world

@@ -21,7 +21,11 @@ def pod(
             "labels": {"agenticrun.dev/role": "env", "agenticrun.dev/run-uid": "r"},
         },
         "spec": {
-            "initContainers": [{"name": "reporter", "image": "img:1"}],
+            "initContainers": [
+                {"name": "fetch-code", "image": "code:1"},
+                {"name": "install-packages", "image": "img:1"},
+                {"name": "reporter", "image": "img:1"},
+            ],
             "containers": [{"name": "ray", "image": "img:1"}],
         },
         "status": {
@@ -39,6 +43,11 @@ def waiting(reason: str, message: str = "", name: str = "ray", **more: Manifest)
         "state": {"waiting": {"reason": reason, "message": message}},
         **more,
     }
+
+
+def ended(name: str, message: str) -> Manifest:
+    state = {"terminated": {"exitCode": 1, "message": message}}
+    return {"name": name, "restartCount": 0, "state": state}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +108,30 @@ def waiting(reason: str, message: str = "", name: str = "ray", **more: Manifest)
             pod(waiting("CreateContainerConfigError", 'secret "x" not found')),
             Reason.CONTAINER_CRASHED,
             'container ray cannot start: secret "x" not found',
+        ),
+        (
+            pod(init=[ended("fetch-code", "cannot fetch nope from https://host/x")]),
+            Reason.CODE_UNAVAILABLE,
+            "cannot fetch spec.code: cannot fetch nope from https://host/x",
+        ),
+        (
+            pod(
+                init=[
+                    waiting(
+                        "CrashLoopBackOff",
+                        "back-off",
+                        "install-packages",
+                        lastState={"terminated": {"exitCode": 1, "message": "no emoji==9"}},
+                    )
+                ]
+            ),
+            Reason.CODE_UNAVAILABLE,
+            "cannot install spec.code.pip: no emoji==9",
+        ),
+        (
+            pod(init=[waiting("ErrImagePull", "not found", "fetch-code")]),
+            Reason.IMAGE_PULL_FAILED,
+            "cannot pull image code:1: not found",
         ),
     ],
 )

@@ -13,6 +13,7 @@ import yaml
 
 from agenticrun_api import AgenticRun, Role, parse_run
 from agenticrun_api.load import parse_mounted
+from agenticrun_api.spec import CodeSpec
 from agenticrun_api.version import __version__
 from agenticrun_operator.resources import (
     Manifest,
@@ -352,6 +353,134 @@ def test_a_role_may_have_another_token_than_the_run() -> None:
     cluster = ray_cluster(a_run(HUB, ("spec.roles.env", {"env": env})), WORKER, TOKENS)
     (container,) = pod_of(cluster, Role.ENV)["containers"]
     assert [item for item in container["env"] if item["name"] == "HF_TOKEN"] == env
+
+
+GIT = {
+    "url": "https://host.example/mine",
+    "ref": "v1",
+    "path": "src/envs",
+    "secretName": "token",
+}
+PIP = {"requirements": ["emoji==2.15.0"], "secretName": "index", "cacheClaimName": "uv"}
+CODE_CASES: dict[str, tuple[dict[str, Any], str, dict[str, list[str]]]] = {
+    "a ConfigMap": ({"configMap": "mine"}, "/etc/agenticrun/code", {}),
+    "Git": (
+        {"git": GIT},
+        "/etc/agenticrun/code/src/envs",
+        {"fetch-code": ["code", "git-secret"]},
+    ),
+    "an image": (
+        {"image": {"reference": "mine:1"}},
+        "/etc/agenticrun/code",
+        {"fetch-code": ["code"]},
+    ),
+    "packages alone": (
+        {"pip": {"requirements": ["emoji"]}},
+        "/etc/agenticrun/packages",
+        {"install-packages": ["packages"]},
+    ),
+    "a ConfigMap and packages": (
+        {"configMap": "mine", "pip": {"requirementsFile": "requirements.txt"}},
+        "/etc/agenticrun/code:/etc/agenticrun/packages",
+        {"install-packages": ["packages", "code"]},
+    ),
+    "Git and packages from a cache": (
+        {"git": {"url": "git@host:mine"}, "pip": PIP},
+        "/etc/agenticrun/code:/etc/agenticrun/packages",
+        {"fetch-code": ["code"], "install-packages": ["packages", "code", "package-cache"]},
+    ),
+}
+"""spec.code, PYTHONPATH, and the volumes that each init container mounts."""
+
+
+@pytest.mark.parametrize(("code", "path", "containers"), CODE_CASES.values(), ids=CODE_CASES)
+def test_code_is_brought_into_every_pod(
+    code: dict[str, Any], path: str, containers: dict[str, list[str]]
+) -> None:
+    cluster = ray_cluster(a_run(("spec.code", code)), WORKER, TOKENS)
+    for role in (Role.DRIVER, Role.TRAINER, Role.INFERENCE, Role.ENV):
+        pod = pod_of(cluster, role)
+        found = {item["name"]: list(mounts(item)) for item in pod.get("initContainers", [])}
+        if role is Role.DRIVER:
+            assert list(found)[-1] == "reporter", "it needs no code, and may hold memory"
+            del found["reporter"]
+        assert found == containers
+        (ray,) = pod["containers"]
+        environment = {item["name"]: item["value"] for item in ray["env"]}
+        assert environment["PYTHONPATH"] == path
+        read_only = {mount["name"] for mount in ray["volumeMounts"] if mount.get("readOnly")}
+        brought = {"code": set(code) != {"pip"}, "packages": "pip" in code}
+        assert read_only - {"run", "reporter-token"} == {name for name in brought if brought[name]}
+        assert not {"git-secret", "package-cache"} & set(mounts(ray))
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {name for names in containers.values() for name in names} <= volumes
+
+
+def init_containers(code: dict[str, Any], *more: tuple[str, Any]) -> dict[str, Manifest]:
+    """Return the init containers of the env pods of a run with this code, by name."""
+    pod = pod_of(ray_cluster(a_run(("spec.code", code), *more), WORKER, TOKENS), Role.ENV)
+    return {container["name"]: container for container in pod["initContainers"]}
+
+
+def test_containers_that_bring_code_are_restricted_and_hold_no_gpu() -> None:
+    env = {"gpus": 2, "cpus": "3", "memory": "5Gi"}
+    for code in ({"git": GIT, "pip": PIP}, {"image": {"reference": "mine:1"}}):
+        for container in init_containers(code, ("spec.roles.env", env)).values():
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "runAsNonRoot": True,
+                "seccompProfile": {"type": "RuntimeDefault"},
+                "readOnlyRootFilesystem": True,
+            }
+            assert container["resources"] == {
+                "requests": {"cpu": "3", "memory": "5Gi"},
+                "limits": {"memory": "5Gi"},
+            }
+            assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
+def test_containers_that_bring_code_have_the_image_and_the_environment_of_the_role() -> None:
+    env = {
+        "image": "mine:2",
+        "env": [{"name": "HTTPS_PROXY", "value": "http://proxy"}],
+        "envFrom": [{"configMapRef": {"name": "site"}}],
+        "volumeMounts": [{"name": "certificates", "mountPath": "/certificates"}],
+        "volumes": [{"name": "certificates", "configMap": {"name": "certificates"}}],
+    }
+    found = init_containers({"git": GIT, "pip": PIP}, ("spec.roles.env", env))
+    for container in found.values():
+        assert container["image"] == "mine:2"
+        assert container["env"][0] == env["env"][0]
+        assert container["envFrom"][0] == env["envFrom"][0]
+        assert container["volumeMounts"][-1] == env["volumeMounts"][0]
+        (variable,) = container["env"][1:]
+        assert variable["name"] == "AGENTICRUN_CODE"
+        assert CodeSpec.model_validate_json(variable["value"]) == CodeSpec(git=GIT, pip=PIP)
+    assert found["fetch-code"]["command"] == ["python", "-m", "agenticrun_workers.code.git"]
+    install = found["install-packages"]
+    assert install["command"] == ["python", "-m", "agenticrun_workers.code.packages"]
+    assert install["envFrom"][1:] == [{"secretRef": {"name": "index"}}]
+    assert len(found["fetch-code"]["envFrom"]) == 1
+
+
+def test_a_missing_secret_of_git_does_not_keep_the_pod_from_saying_so() -> None:
+    pod = pod_of(ray_cluster(a_run(("spec.code", {"git": GIT})), WORKER, TOKENS), Role.ENV)
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["git-secret"]["secret"] == {
+        "secretName": "token",
+        "defaultMode": 0o440,
+        "optional": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "copied"), [("/code", "/code/."), ("/", "/."), ("/a/b/", "/a/b/.")]
+)
+def test_an_image_is_copied_by_its_own_program(path: str, copied: str) -> None:
+    container = init_containers({"image": {"reference": "mine:1", "path": path}})["fetch-code"]
+    assert container["image"] == "mine:1"
+    assert container["command"] == ["cp", "-R", "-f", copied, "/etc/agenticrun/code"]
 
 
 def test_an_image_of_the_runs_own_goes_before_the_operators() -> None:

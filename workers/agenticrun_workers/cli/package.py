@@ -52,7 +52,8 @@ def package(
             "--image",
             metavar="DIR",
             help="Write the context of an image to this folder, instead of a ConfigMap: for "
-            "packages with subfolders, for more than 1 MiB, and for a requirements.txt.",
+            "packages with subfolders, for more than 1 MiB, and to install a requirements.txt once "
+            "instead of in each pod.",
             file_okay=False,
         ),
     ] = None,
@@ -80,7 +81,7 @@ def package(
     """Package a run's own code for a cluster, as a ConfigMap or as the context of an image.
 
     It takes the modules beside the run file that the run names, what they import from that folder,
-    and data files that the run names. `check-env` then runs on the copy alone.
+    data files that the run names, and a requirements.txt. `check-env` then runs on the copy alone.
     Exit codes: 0 written, 1 a check failed, 2 the output exists and is not from this command, 64
     the code cannot be packaged.
     """
@@ -93,10 +94,14 @@ def package(
     folder = file.parent.resolve()
     requirements = folder / REQUIREMENTS
     packages = requirements.read_text() if requirements.is_file() else ""
-    name = run.spec.code.config_map if run.spec.code else f"{run.metadata.name}-code"
+    pip = run.spec.code.pip if run.spec.code else None
+    name = (run.spec.code and run.spec.code.config_map) or f"{run.metadata.name}-code"
     manifest: dict[str, Any] = {}
     try:
-        code = find_local_code(run, folder, required_names(packages) if image else frozenset())
+        listed = "\n".join([packages, *(pip.requirements if pip and image is None else ())])
+        code = find_local_code(run, folder, required_names(listed))
+        if packages and image is None:
+            code.files[REQUIREMENTS] = "spec.code.pip"
         contents = {path: (folder / path).read_bytes() for path in sorted(code.files)}
         if not contents:
             raise PackagingError(
@@ -113,7 +118,7 @@ def package(
     typer.echo(f"{len(contents)} files, {size(sum(map(len, contents.values())))}:")
     for path, content in contents.items():
         typer.echo(f"  {size(len(content)):>10}  {path} ({code.files[path]})")
-    for warning in warnings(code, has_packages=bool(packages), image=image is not None):
+    for warning in warnings(code):
         typer.echo(f"warning: {warning}")
     for line in check_copy(run, document, code, contents, seeds, timeout):
         typer.echo(line)
@@ -121,7 +126,8 @@ def package(
         target.write_text(HEADER + manifest_text(manifest))
     else:
         write_context(target, contents, packages, base or worker_image(run))
-    for line in next_steps(run, file, target, name, image=image is not None):
+    lines = next_steps(run, file, target, name, bool(packages), image=image is not None)
+    for line in lines:
         typer.echo(line)
 
 
@@ -132,15 +138,13 @@ def size(count: int) -> str:
     return f"{count / 1024:.1f} KiB" if count < LIMIT else f"{count / LIMIT:.2f} MiB"
 
 
-def warnings(code: LocalCode, *, has_packages: bool, image: bool) -> Iterator[str]:
+def warnings(code: LocalCode) -> Iterator[str]:
     """Yield what may be missing on the cluster."""
     for module, place in code.not_in_image.items():
         yield (
             f"{place} imports {module}, which the worker image does not have: name its package in "
-            f"{REQUIREMENTS} beside the run{'' if image else ' and use --image'}"
+            f"{REQUIREMENTS} beside the run"
         )
-    if has_packages and not image:
-        yield f"a ConfigMap installs nothing of {REQUIREMENTS}: use --image"
 
 
 def required_names(requirements: str) -> frozenset[str]:
@@ -154,7 +158,7 @@ def required_names(requirements: str) -> frozenset[str]:
     for line in filter(None, (re.sub(r"(^|\s)#.*", "", line).strip() for line in logical)):
         if re.match(r"(-r|-c|-e|--requirement|--constraint|--editable)\b|\.{0,2}/|file:", line):
             raise PackagingError(
-                f"{REQUIREMENTS}: {line!r} refers to another file, which is not in the image: "
+                f"{REQUIREMENTS}: {line!r} refers to another file, which is not packaged: "
                 "write the packages and versions here"
             )
         if not line.startswith("-"):
@@ -295,6 +299,7 @@ def next_steps(
     file: Path,
     target: Path,
     name: str,
+    packages: bool,
     *,
     image: bool,
 ) -> Iterator[str]:
@@ -308,10 +313,15 @@ def next_steps(
         yield "and run, with your registry and a new tag for each build"
         yield f"  docker build -t {reference} {target}\n  docker push {reference}"
     else:
-        if run.spec.code is None:
-            yield f"now write into {file}"
-            yield f"  spec:\n    code: {{configMap: {name}}}"
-        yield "and run" if run.spec.code is None else "now run"
+        code = run.spec.code
+        there = (
+            code and code.config_map and (not packages or (code.pip and code.pip.requirements_file))
+        )
+        if not there:
+            pip = f", pip: {{requirementsFile: {REQUIREMENTS}}}" * packages
+            yield f"now write into {file}{', in place of spec.code' * (code is not None)}"
+            yield f"  spec:\n    code: {{configMap: {name}{pip}}}"
+        yield "now run" if there else "and run"
         # Without --server-side, kubectl keeps a second copy in an annotation: at most 256 KiB.
         yield f"  kubectl apply --server-side -f {target}"
     yield f"  kubectl apply -f {file}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -71,6 +72,8 @@ def train(
     """
     look_in(code)
     console = Console()
+    for line in code_notes(run, code):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     from agenticrun_workers.driver.attempt import exit_code
     from agenticrun_workers.driver.local import run_locally
     from agenticrun_workers.errors import InvalidConfig
@@ -82,6 +85,18 @@ def train(
     for line in closing_lines(run, RunFolder(folder), report, file):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(exit_code(report))
+
+
+def code_notes(run: AgenticRun, folder: Path) -> list[str]:
+    """Return what stands in for spec.code on this machine, where no pod fetches or installs it."""
+    code = run.spec.code
+    fetched = code and ((code.git and code.git.url) or (code.image and code.image.reference))
+    notes = []
+    if fetched:
+        notes.append(f"spec.code: not {fetched}; modules are imported from {folder.resolve()}")
+    if code and code.pip:
+        notes.append(f"spec.code.pip: nothing is installed; packages are those of {sys.prefix}")
+    return notes
 
 
 def closing_lines(run: AgenticRun, folder: RunFolder, report: FinalReport, file: Path) -> list[str]:
