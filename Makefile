@@ -138,8 +138,13 @@ up: ## Bring up the development cluster (CONTEXT=<name> uses an existing one)
 	@$(DEVCLUSTER) up
 
 .PHONY: images
-images: ## Build the images and make them available to the cluster (ENGINES=sglang,vllm: also the workers with these engines)
-	@$(DEVCLUSTER) images $(if $(ENGINES),--engines $(ENGINES))
+images: ## Build images: for the cluster of `make up` (ENGINES=sglang,vllm: also these), or REGISTRY=host/path [TAG= PUSH=1]: for yours
+	@$(if $(REGISTRY),$(PYTHON) tools/images.py build $(REGISTRY) $(if $(TAG),--tag $(TAG)) $(if $(ENGINES),--engines $(ENGINES)) $(if $(PUSH),--push),\
+	  $(DEVCLUSTER) images $(if $(ENGINES),--engines $(ENGINES)))
+
+.PHONY: image-list
+image-list: ## List the images that an installation pulls (REGISTRY=host/path TAG= ENGINES=; DIGESTS=1: with digests)
+	@$(PYTHON) tools/images.py list $(REGISTRY) $(if $(TAG),--tag $(TAG)) $(if $(ENGINES),--engines $(ENGINES)) $(if $(DIGESTS),--digests)
 
 .PHONY: down
 down: ## Stop the development cluster and remove what it made (caches stay)

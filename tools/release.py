@@ -1,7 +1,7 @@
-"""Prepare a release: the version in the chart, the release notes, the chart's image names.
+"""Prepare a release: the version in the chart, the release notes, the registry of the images.
 
-The version stands in `crds/agenticrun_api/version.py`. Everything else that shows one is written or
-checked by this program: `make generate` runs `chart`, the release workflow runs the rest.
+Version and registry stand in `crds/agenticrun_api/version.py`. Everything else that shows one is
+written or checked by this program: `make generate` runs `chart`, the release workflow the rest.
 Standard library only.
 """
 
@@ -25,15 +25,42 @@ class NotReady(Exception):
 
 def version() -> str:
     """Return the version that every artefact of this source tree carries."""
-    found = re.search(r'^__version__ = "(.+)"$', VERSION_FILE.read_text(), re.MULTILINE)
+    return _constant("__version__")
+
+
+def registry() -> str:
+    """Return host and path of the images of this source tree; empty if no registry has them."""
+    return _constant("REGISTRY")
+
+
+def _constant(name: str) -> str:
+    found = re.search(rf'^{name} = "(.*)"$', VERSION_FILE.read_text(), re.MULTILINE)
     if found is None:
-        raise NotReady(f'{VERSION_FILE}: no line __version__ = "..."')
+        raise NotReady(f'{VERSION_FILE}: no line {name} = "..."')
     return found.group(1)
 
 
 def with_version(chart: str, version: str) -> str:
     """Return Chart.yaml's text with this version of the chart and of what it installs."""
     return re.sub(r"^(version|appVersion): .*$", rf"\1: {version}", chart, flags=re.MULTILINE)
+
+
+def with_registry(text: str, registry: str) -> str:
+    """Return the text of version.py or values.yaml with another registry.
+
+    Args:
+        text: The file's text.
+        registry: Host and path of the images, such as `ghcr.io/owner/agenticrun`.
+
+    Raises:
+        NotReady: The text has no line for the registry.
+    """
+    changed, lines = re.subn(
+        r'^(REGISTRY = |registry: )".*"$', rf'\1"{registry}"', text, flags=re.MULTILINE
+    )
+    if lines != 1:
+        raise NotReady(f"{lines} lines name the registry: there should be one")
+    return changed
 
 
 def notes(changelog: str, version: str) -> str:
@@ -52,28 +79,10 @@ def notes(changelog: str, version: str) -> str:
     return section.group(1).strip() + "\n"
 
 
-def with_registry(values: str, registry: str, version: str) -> str:
-    """Return values.yaml's text with the image names of a registry as defaults.
-
-    Args:
-        values: The chart's values.yaml.
-        registry: Host and path of the release's images, such as `ghcr.io/owner/agenticrun`.
-        version: Tag of the images.
-
-    Raises:
-        NotReady: values.yaml has no longer the lines that this function replaces.
-    """
-    changes = {
-        "  repository: agenticrun/operator\n": f"  repository: {registry}/operator\n",
-        '  worker: ""\n': f'  worker: "{registry}/worker:{version}"\n',
-        '    sglang: ""\n': f'    sglang: "{registry}/worker-sglang:{version}"\n',
-        '    vllm: ""\n': f'    vllm: "{registry}/worker-vllm:{version}"\n',
-    }
-    for old, new in changes.items():
-        if values.count(old) != 1:
-            raise NotReady(f"values.yaml: the line {old.strip()!r} should occur once")
-        values = values.replace(old, new)
-    return values
+def write_chart() -> None:
+    """Write version and registry into the chart."""
+    CHART.write_text(with_version(CHART.read_text(), version()))
+    VALUES.write_text(with_registry(VALUES.read_text(), registry()))
 
 
 def main() -> int:
@@ -83,20 +92,20 @@ def main() -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("version", help="print the version")
-    commands.add_parser("chart", help="write the version into Chart.yaml")
+    commands.add_parser("chart", help="write version and registry into the chart")
     commands.add_parser("notes", help="print the changelog's section of the version")
     check = commands.add_parser(
         "check", help="refuse a tag that is not the version or has no notes"
     )
     check.add_argument("tag")
-    values = commands.add_parser("values", help="write a registry's image names into values.yaml")
-    values.add_argument("registry")
+    images = commands.add_parser("registry", help="set the registry of images and chart")
+    images.add_argument("registry")
     arguments = parser.parse_args()
     try:
         if arguments.command == "version":
             print(version())
         elif arguments.command == "chart":
-            CHART.write_text(with_version(CHART.read_text(), version()))
+            write_chart()
         elif arguments.command == "notes":
             print(notes(CHANGELOG.read_text(), version()), end="")
         elif arguments.command == "check":
@@ -106,7 +115,8 @@ def main() -> int:
                 )
             notes(CHANGELOG.read_text(), version())
         else:
-            VALUES.write_text(with_registry(VALUES.read_text(), arguments.registry, version()))
+            VERSION_FILE.write_text(with_registry(VERSION_FILE.read_text(), arguments.registry))
+            write_chart()
     except NotReady as problem:
         print(problem, file=sys.stderr)
         return 1

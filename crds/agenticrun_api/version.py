@@ -1,10 +1,14 @@
-"""The version of AgenticRun, written only here.
+"""The version of AgenticRun and the registry of its images, written only here.
 
 The build reads it, `make generate` copies it into the chart, and images, which hold the code
 without package metadata, import it. Between two releases it is the next one's with `-dev`.
 """
 
 __version__ = "0.2.0-dev"
+
+REGISTRY = ""
+"""Host and path of this version's images and chart. Empty in a source tree, for which no registry
+has images; the release workflow sets it (tools/release.py registry)."""
 
 
 def takes_replicas(other: str) -> bool:

@@ -31,6 +31,7 @@ class Release:
         rendered = cluster.command(
             *("helm", "template", self.name, str(ROOT / "charts/agenticrun")),
             *("--namespace", self.namespace),
+            *("--set", "registry=registry.example.org/agents"),
             *("--set", f"watchNamespaces={{{','.join(self.watched)}}}"),
         )
         return [document for document in yaml.safe_load_all(rendered) if document]

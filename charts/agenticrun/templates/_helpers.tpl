@@ -23,6 +23,9 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 
 {{/* Refuse what the schema cannot: conditions over several values, and labels that the selector reads. */}}
 {{- define "agenticrun.check" -}}
+{{- if and (not .Values.registry) (not (and .Values.image.repository .Values.images.worker)) -}}
+{{- fail "registry: not set, and the chart of a source tree has no images of its own. Build and push them (make images REGISTRY=<host/path> PUSH=1), then add --set registry=<host/path>" -}}
+{{- end -}}
 {{- if eq (int .Values.metrics.port) (int .Values.probes.port) -}}
 {{- fail (printf "metrics.port and probes.port are both %d: choose two ports" (int .Values.metrics.port)) -}}
 {{- end -}}
@@ -39,11 +42,27 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- .Values.operatorKey.existingSecret | default (printf "%s-operator-key" (include "agenticrun.name" .)) -}}
 {{- end -}}
 
+{{/* The tag of the images that no value names. */}}
+{{- define "agenticrun.tag" -}}
+{{- .Values.tag | default .Chart.AppVersion -}}
+{{- end -}}
+
 {{- define "agenticrun.image" -}}
+{{- $repository := .Values.image.repository | default (printf "%s/operator" .Values.registry) -}}
 {{- if .Values.image.digest -}}
-{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{ $repository }}@{{ .Values.image.digest }}
 {{- else -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ $repository }}:{{ .Values.image.tag | default (include "agenticrun.tag" .) }}
+{{- end -}}
+{{- end -}}
+
+{{/* A worker image, for (list $ "worker" "the value that names it"); nothing if neither that value nor registry is set. */}}
+{{- define "agenticrun.workerImage" -}}
+{{- $root := index . 0 -}}
+{{- if index . 2 -}}
+{{ index . 2 }}
+{{- else if $root.Values.registry -}}
+{{ $root.Values.registry }}/{{ index . 1 }}:{{ include "agenticrun.tag" $root }}
 {{- end -}}
 {{- end -}}
 

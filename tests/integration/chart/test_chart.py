@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 from base64 import b64decode
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,8 @@ NAMESPACE = "agenticrun-test-chart"
 OPERATOR = "agenticrun-operator"
 """Name of the Roles, the ClusterRole and the Lease of all namespaces."""
 
+REGISTRY = "registry.example.org/agents"
+
 POLICY = {("ValidatingAdmissionPolicy", ""), ("ValidatingAdmissionPolicyBinding", "")}
 
 Objects = dict[tuple[str, str, str], dict[str, Any]]
@@ -41,7 +45,7 @@ def render(
     options: tuple[str, ...] = (),
     **values: Any,
 ) -> Objects:
-    """`helm template` with values."""
+    """`helm template` with values; by default with a registry, as the chart of a release has."""
     out = cluster.command(
         "helm",
         "template",
@@ -52,7 +56,7 @@ def render(
         *options,
         "-f",
         "-",
-        stdin=json.dumps(values),
+        stdin=json.dumps({"registry": REGISTRY, **values}),
     )
     documents = [document for document in yaml.safe_load_all(out) if document]
     return {
@@ -131,21 +135,57 @@ def test_with_namespaces_there_is_a_role_in_each_and_nothing_of_the_cluster_but_
     )
 
 
+WORKERS = ("WORKER_IMAGE", "WORKER_IMAGE_SGLANG", "WORKER_IMAGE_VLLM")
+
+
+def worker_images(objects: Objects) -> list[str]:
+    return [environment(objects)[f"AGENTICRUN_{name}"] for name in WORKERS]
+
+
+@pytest.mark.parametrize(("values", "tag"), [({}, __version__), ({"tag": "7"}, "7")])
+def test_one_registry_and_one_tag_name_all_images(
+    cluster: Cluster, values: dict[str, Any], tag: str
+) -> None:
+    objects = render(cluster, **values)
+    assert container(objects)["image"] == f"{REGISTRY}/operator:{tag}"
+    assert worker_images(objects) == [
+        f"{REGISTRY}/{name}:{tag}" for name in ("worker", "worker-sglang", "worker-vllm")
+    ]
+
+
 @pytest.mark.parametrize(
     ("image", "reference"),
     [
-        ({}, f"agenticrun/operator:{__version__}"),
         ({"repository": "registry:5000/op", "tag": "dev-1"}, "registry:5000/op:dev-1"),
         (
             {"tag": "dev-1", "digest": f"sha256:{'a' * 64}"},
-            f"agenticrun/operator@sha256:{'a' * 64}",
+            f"{REGISTRY}/operator@sha256:{'a' * 64}",
         ),
     ],
 )
 def test_the_image_is_named_by_tag_or_by_digest(
     cluster: Cluster, image: dict[str, str], reference: str
 ) -> None:
-    assert container(render(cluster, image=image))["image"] == reference
+    objects = render(cluster, image=image)
+    assert container(objects)["image"] == reference
+    assert worker_images(objects)[0] == f"{REGISTRY}/worker:{__version__}"
+
+
+def test_images_with_names_of_their_own_need_no_registry(cluster: Cluster) -> None:
+    objects = render(cluster, registry="", image={"repository": "op"}, images={"worker": "w:1"})
+    assert container(objects)["image"] == f"op:{__version__}"
+    assert worker_images(objects) == ["w:1", "", ""]
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"image": {"repository": "op"}}, {"images": {"worker": "w:1"}}]
+)
+def test_a_chart_without_images_says_how_to_get_some(
+    cluster: Cluster, values: dict[str, Any]
+) -> None:
+    with pytest.raises(CommandFailed, match=r"registry: not set.*make images") as caught:
+        render(cluster, registry="", **values)
+    assert "--set registry=" in caught.value.stderr
 
 
 def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
@@ -164,9 +204,11 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
         podAnnotations={"a": "b"},
         podLabels={"c": "d"},
     )
-    assert environment(objects)["AGENTICRUN_WORKER_IMAGE"] == "worker:1"
-    assert environment(objects)["AGENTICRUN_WORKER_IMAGE_SGLANG"] == "worker-sglang:1"
-    assert environment(objects)["AGENTICRUN_WORKER_IMAGE_VLLM"] == ""
+    assert worker_images(objects) == [
+        "worker:1",
+        "worker-sglang:1",
+        f"{REGISTRY}/worker-vllm:{__version__}",
+    ]
     assert environment(objects)["AGENTICRUN_LOG_LEVEL"] == "DEBUG"
     assert environment(objects)["AGENTICRUN_METRICS_PORT"] == "8080"
     assert environment(objects)["AGENTICRUN_PROBE_PORT"] == "9999"
@@ -225,6 +267,7 @@ def test_a_key_that_exists_is_not_replaced_by_an_upgrade(namespace: Cluster) -> 
 def test_the_key_stays_through_upgrade_uninstall_and_reinstallation(namespace: Cluster) -> None:
     """Runs that go on meanwhile have tokens that were derived from it."""
     values = {
+        "registry": REGISTRY,
         "watchNamespaces": [NAMESPACE],
         "lease": {"namespace": NAMESPACE},
         "nodeSelector": {"agenticrun.dev/no-such": "node"},
@@ -253,6 +296,54 @@ def test_the_key_stays_through_upgrade_uninstall_and_reinstallation(namespace: C
     finally:
         helm("uninstall", RELEASE)
         namespace.kubectl("delete", "secret", f"{RELEASE}-operator-key")
+
+
+CRD_FILE = "crds/agenticruns.yaml"
+CRD_OF_TEST = "agenticruns.upgrade-test.agenticrun.dev"
+
+
+def chart_with_crd(folder: Path, *, properties: set[str]) -> Path:
+    """Copy the chart, with the CRD in a group of its own and only some fields of `spec`."""
+    shutil.copytree(CHART, folder)
+    crd = yaml.safe_load((CHART / CRD_FILE).read_text())
+    crd["metadata"]["name"] = CRD_OF_TEST
+    crd["spec"]["group"] = CRD_OF_TEST.partition(".")[2]
+    spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec["properties"] = {name: spec["properties"][name] for name in sorted(properties)}
+    spec["required"] = []
+    spec.pop("x-kubernetes-validations")
+    (folder / CRD_FILE).write_text(yaml.safe_dump(crd))
+    return folder
+
+
+def fields_of_crd(cluster: Cluster) -> set[str]:
+    crd = cluster.get("crd", CRD_OF_TEST)
+    assert crd is not None
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return set(schema["properties"]["spec"]["properties"])
+
+
+def test_the_printed_command_upgrades_the_crd_that_helm_leaves_alone(
+    namespace: Cluster, tmp_path: Path
+) -> None:
+    old = chart_with_crd(tmp_path / "old", properties={"model"})
+    new = chart_with_crd(tmp_path / "new", properties={"model", "huggingFace"})
+    options = ("-n", NAMESPACE, "--set", f"registry={REGISTRY},watchNamespaces={{{NAMESPACE}}}")
+    try:
+        notes = namespace.command("helm", "install", RELEASE, str(old), *options)
+        assert fields_of_crd(namespace) == {"model"}
+        namespace.command("helm", "upgrade", RELEASE, str(new), *options)
+        assert fields_of_crd(namespace) == {"model"}
+        (printed,) = re.findall(r"^  (helm show crds CHART .*)$", notes, re.MULTILINE)
+        command = printed.replace("CHART", str(new))
+        with pytest.raises(CommandFailed, match="conflict"):
+            namespace.command("bash", "-c", command.replace(" --force-conflicts", ""))
+        namespace.command("bash", "-c", command)
+        assert fields_of_crd(namespace) == {"model", "huggingFace"}
+    finally:
+        namespace.command("helm", "uninstall", RELEASE, "-n", NAMESPACE)
+        namespace.kubectl("delete", "crd", CRD_OF_TEST, "--ignore-not-found")
+        namespace.kubectl("delete", "secret", f"{RELEASE}-operator-key", "--ignore-not-found")
 
 
 def test_a_secret_of_the_users_holds_the_key(cluster: Cluster) -> None:
@@ -304,6 +395,10 @@ def test_the_policy_protects_the_releases_namespace_unless_it_is_watched(cluster
         ({"operatorKey": {"existingSecret": "A b"}}, "/operatorKey/existingSecret"),
         ({"migration": {"readRunSecrets": "yes"}}, "/migration/readRunSecrets"),
         ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
+        ({"registry": "a b"}, "/registry"),
+        ({"registry": "r.example/"}, "/registry"),
+        ({"registry": "r.example/worker:1"}, "/registry"),
+        ({"tag": "r/x"}, "/tag"),
         ({"image": {"digest": "sha256:1"}}, "/image/digest"),
         ({"watchNamespaces": "default"}, "/watchNamespaces"),
         ({"watchNamespaces": ["A_B"]}, "/watchNamespaces/0"),
@@ -479,7 +574,7 @@ def test_helm_refuses_a_second_release_for_the_same_namespace(
             namespace.command(
                 *("helm", "install", "second", str(CHART), "-n", NAMESPACE),
                 *("--skip-crds", "--dry-run=server", "-f", "-"),
-                stdin=json.dumps({"watchNamespaces": watched}),
+                stdin=json.dumps({"registry": REGISTRY, "watchNamespaces": watched}),
             )
     finally:
         namespace.kubectl("delete", "role", OPERATOR)

@@ -78,6 +78,7 @@ def children(run: AgenticRun) -> dict[str, Manifest]:
 def install(cluster: Cluster, release: str, *, policy: bool) -> list[str]:
     """Apply the rights of a release as the chart renders them, under names of their own."""
     values = {
+        "registry": "registry.example.org/agents",
         "lease": {"namespace": SYSTEM},
         "admissionPolicy": {"enabled": policy, "serviceAccountNames": ["trainer"]},
     }

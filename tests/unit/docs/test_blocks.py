@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import re
-import shlex
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -23,22 +23,13 @@ import yaml
 
 from agenticrun_api import parse_run
 from agenticrun_workers.cli import app
+from pages import PAGES, ROOT, blocks, commands
 
-ROOT = Path(__file__).parents[3]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("charts/*/*.md")])
-PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
-FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-INDENTED = re.compile(r"(?:^(?: {4,}\S[^\n]*)?\n)+", re.MULTILINE)
-PROGRAMS = ("agenticrun", "kubectl", "helm", "make")
 KUBECTL = "apply annotate agenticrun create delete describe exec get label logs patch scale wait"
-HELM = "install upgrade uninstall rollback history template"
+HELM = "install upgrade uninstall rollback history template pull repo show"
 TYPER = typer.main.get_command(app)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def blocks(page: Path, *languages: str) -> list[str]:
-    return [text for _, language, text in FENCED.findall(page.read_text()) if language in languages]
 
 
 @cache
@@ -83,10 +74,24 @@ def problem(fragment: dict[str, Any]) -> str:
     return found
 
 
+VALUES = json.loads((ROOT / "charts/agenticrun/values.schema.json").read_text())
+
+
+def values_problem(values: dict[str, Any]) -> str:
+    """Return what the chart refuses in some of its values."""
+    loosened = {**VALUES, "required": []}
+    errors = [*jsonschema.Draft7Validator(loosened).iter_errors(values)]
+    # Helm merges values into the defaults, so that nothing of what is required can be missing.
+    return next((e.message for e in errors if e.validator != "required"), "")
+
+
 @each_page
-def test_yaml_is_a_run_or_a_part_of_one(page: Path) -> None:
+def test_yaml_is_a_run_a_part_of_one_or_values_of_the_chart(page: Path) -> None:
     wrong = []
     for text in blocks(page, "yaml", "yml"):
+        if text.startswith("# values.yaml"):
+            wrong += [(text, m) for m in [values_problem(yaml.safe_load(text))] if m]
+            continue
         for shown in yaml.safe_load_all(text):
             if isinstance(shown, dict) and shown.get("kind", "AgenticRun") != "AgenticRun":
                 continue
@@ -110,36 +115,18 @@ def test_yaml_that_the_api_refuses_is_noticed(wrong: dict[str, Any]) -> None:
     assert problem(copy.deepcopy(wrong)) != ""
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"registri": "r.example"}, {"watchNamespaces": "a"}, {"admissionPolicy": {"accounts": ["a"]}}],
+)
+def test_values_that_the_chart_refuses_are_noticed(wrong: dict[str, Any]) -> None:
+    assert values_problem(wrong) != ""
+
+
 @each_page
 def test_python_is_python(page: Path) -> None:
     for text in blocks(page, "python"):
         ast.parse(text)
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """The command lines of a page's blocks and inline code, as words."""
-    fenced = [block for _, language, block in FENCED.findall(text) if language in SHELLS]
-    plain = FENCED.sub("", text)
-    inline = re.findall(rf"`((?:{'|'.join(PROGRAMS)}) [^`]+)`", plain)
-    for part in [*fenced, *INDENTED.findall(plain), *inline]:
-        for line in re.sub(r"\\\n\s*", " ", part).splitlines():
-            yield from commands_of(line.strip().removeprefix("$ "))
-
-
-SHELLS = ("console", "bash", "sh", "")
-
-
-def commands_of(line: str) -> Iterator[list[str]]:
-    if line.split(" ", maxsplit=1)[0] not in PROGRAMS:
-        return
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError:
-        return  # prose with an apostrophe
-    separators = [-1, *(n for n, word in enumerate(words) if word in ("&&", "|")), len(words)]
-    for before, after in pairwise(separators):
-        if words[before + 1] in PROGRAMS:
-            yield words[before + 1 : after]
 
 
 def refused(words: list[str]) -> str:

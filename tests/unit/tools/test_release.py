@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import release
-from agenticrun_api.version import __version__
+from agenticrun_api.version import REGISTRY, __version__
 
 ROOT = Path(__file__).resolve().parents[3]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
@@ -74,22 +74,27 @@ def test_a_release_without_notes_is_refused(text: str) -> None:
         release.notes(text, "0.2.0")
 
 
-def test_a_published_chart_names_the_images_of_its_registry() -> None:
-    values = yaml.safe_load(
-        release.with_registry(
-            (ROOT / "charts/agenticrun/values.yaml").read_text(), "ghcr.io/o/r", "9.8.7"
-        )
-    )
-    assert values["image"] == {
-        "repository": "ghcr.io/o/r/operator",
-        "tag": "",
-        "digest": "",
-        "pullPolicy": "IfNotPresent",
-    }
-    assert values["images"] == {
-        "worker": "ghcr.io/o/r/worker:9.8.7",
-        "workers": {
-            "sglang": "ghcr.io/o/r/worker-sglang:9.8.7",
-            "vllm": "ghcr.io/o/r/worker-vllm:9.8.7",
-        },
-    }
+def test_the_chart_has_the_registry_of_the_version() -> None:
+    values = yaml.safe_load((ROOT / "charts/agenticrun/values.yaml").read_text())
+    assert release.registry() == REGISTRY == values["registry"], "make generate"
+
+
+def test_a_source_tree_names_no_registry() -> None:
+    """Somebody else might own the name, and pods would run what is there."""
+    assert REGISTRY == "" or not __version__.endswith("-dev")
+
+
+@pytest.mark.parametrize(
+    "path", ["charts/agenticrun/values.yaml", "crds/agenticrun_api/version.py"]
+)
+def test_a_release_sets_its_registry_in_one_line(path: str) -> None:
+    text = (ROOT / path).read_text()
+    new = release.with_registry(text, "ghcr.io/o/r")
+    (line,) = set(new.splitlines()) - set(text.splitlines())
+    assert line.endswith('"ghcr.io/o/r"')
+    assert release.with_registry(new, "") == text
+
+
+def test_a_file_without_the_line_is_refused() -> None:
+    with pytest.raises(release.NotReady, match="0 lines"):
+        release.with_registry("image: {}\n", "ghcr.io/o/r")

@@ -40,7 +40,8 @@ DISK_GIB = 5.0
 IMPORT_SECONDS = 120.0
 
 Objects = list[dict[str, Any]]
-CRD_COMMAND = "kubectl apply --server-side --force-conflicts -f crds/agenticruns.yaml"
+CRD_COMMAND = "python -m agenticrun_api.crd | kubectl apply --server-side --force-conflicts -f -"
+"""Works from a checkout and from the wheel: the module prints the CRD of this version."""
 
 
 def doctor(
@@ -250,9 +251,7 @@ def _operator(kubectl: Kubectl) -> Finding:
     label = "app.kubernetes.io/name=agenticrun,app.kubernetes.io/component=operator"
     deployments = kubectl.json("deployments", "-A", f"--selector={label}")["items"]
     if not deployments:
-        return failed(
-            "it is not installed", "helm install agenticrun charts/agenticrun -n agenticrun-system"
-        )
+        return failed("it is not installed", "install the chart: docs/install.md#the-operator")
     return deployments_run(deployments, is_supported, f"one minor version around {__version__}")
 
 

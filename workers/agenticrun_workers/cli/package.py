@@ -24,7 +24,7 @@ from agenticrun_api import AgenticRun
 from agenticrun_api.load import read_run
 from agenticrun_api.names import IMAGE_CODE_DIR, ExitCode
 from agenticrun_api.overrides import with_overrides
-from agenticrun_api.version import __version__
+from agenticrun_api.version import REGISTRY, __version__
 from agenticrun_workers.cli.common import Changes, RunFile, Seeds, StepTimeout, give_up, load
 from agenticrun_workers.cli.local_code import (
     LocalCode,
@@ -252,7 +252,8 @@ def is_ours(target: Path) -> bool:
 def worker_image(run: AgenticRun) -> str:
     """Return the worker image of this version that has the run's engine."""
     engine = run.spec.pipeline.actor_infer.strategy.name
-    return f"agenticrun/worker{'' if engine == 'transformers' else f'-{engine}'}:{__version__}"
+    name = "worker" if engine == "transformers" else f"worker-{engine}"
+    return f"{REGISTRY or 'agenticrun'}/{name}:{__version__}"
 
 
 def dockerfile(base: str, *, packages: bool) -> str:

@@ -1,0 +1,44 @@
+"""The pages of the documentation, and the commands and blocks on them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("charts/*/*.md")])
+PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:^(?: {4,}\S[^\n]*)?\n)+", re.MULTILINE)
+PROGRAMS = ("agenticrun", "kubectl", "helm", "make")
+SHELLS = ("console", "bash", "sh", "")
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [text for _, language, text in FENCED.findall(page.read_text()) if language in languages]
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The command lines of a page's blocks and inline code, as words."""
+    fenced = [block for _, language, block in FENCED.findall(text) if language in SHELLS]
+    plain = FENCED.sub("", text)
+    inline = re.findall(rf"`((?:{'|'.join(PROGRAMS)}) [^`]+)`", plain)
+    for part in [*fenced, *INDENTED.findall(plain), *inline]:
+        for line in re.sub(r"\\\n\s*", " ", part).splitlines():
+            yield from commands_of(line.strip().removeprefix("$ "))
+
+
+def commands_of(line: str) -> Iterator[list[str]]:
+    if line.split(" ", maxsplit=1)[0] not in PROGRAMS:
+        return
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        return  # prose with an apostrophe
+    separators = [-1, *(n for n, word in enumerate(words) if word in ("&&", "|", ">")), len(words)]
+    for before, after in pairwise(separators):
+        if words[before + 1] in PROGRAMS:
+            yield words[before + 1 : after]
