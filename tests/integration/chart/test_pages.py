@@ -89,12 +89,11 @@ def test_manifests_of_kubernetes_objects_are_taken(cluster: Cluster) -> None:
 
 def test_commands_for_openshift_make_the_roles(cluster: Cluster) -> None:
     """On a cluster without SCCs the right to use one is a right like any other."""
-    page = (ROOT / "docs/install.md").read_text()
-    lines = re.findall(r"^\$ (kubectl -n team-a create role.*)$", page, re.MULTILINE)
+    typed = list(commands((ROOT / "docs/install.md").read_text()))
     with cluster.new_namespace(NAMESPACE) as inside:
-        for line in lines:
-            words = line.replace("team-a", NAMESPACE).split()
-            inside.command(*words)
+        for words in typed:
+            if words[:4] == ["kubectl", "-n", "team-a", "create"]:
+                inside.command(*(word.replace("team-a", NAMESPACE) for word in words))
         allowed = inside.command(
             *("kubectl", "auth", "can-i", "use"),
             "securitycontextconstraints.security.openshift.io/nonroot-v2",

@@ -43,7 +43,9 @@ MODELS = (
 
 def rows(page: str, heading: str) -> dict[str, list[str]]:
     """The table below a heading, by its first column."""
-    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = re.split(
+        r"^#+ ", page.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE
+    )[0]
     lines = re.findall(r"^\| (.*) \|$", section, re.MULTILINE)
     cells = [re.sub("`", "", line).split(" | ") for line in lines[1:]]
     return {first: rest for first, *rest in cells}
@@ -78,10 +80,12 @@ def test_pods(model: Model) -> None:
     sizes = Sizes(model.parameters, weight_bytes=2, offloads=False, colocated=False)
     trainer, inference = sizes.trainer(each, pods), sizes.inference(int(serve))
     fields = ("cpus", "memory", "shmSize")
-    assert rows(SIZING, "Pods")[model.name] == [
+    assert rows(SIZING, "Trainer pods")[model.name] == [
         f"{pods} with {each} GPU{'s' * (each > 1)}",
         *(trainer[field] for field in fields),
-        f"each with {serve} GPU{'s' * (serve != '1')}",
+    ]
+    assert rows(SIZING, "Inference pods")[model.name] == [
+        f"{serve} GPU{'s' * (serve != '1')}",
         *(inference[field] for field in fields),
     ]
 
