@@ -5,25 +5,23 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from pages import PAGES, ROOT, blocks, commands
-from testcluster import Cluster, CommandFailed
+from testcluster import Cluster
 
 NAMESPACE = "agenticrun-test-pages"
 OPTION = re.compile(r"^ +(?:(-\w), )?(--[\w-]+)", re.MULTILINE)
 
 
-@cache
-def options(help_text: str) -> frozenset[str]:
-    return frozenset(name for pair in OPTION.findall(help_text) for name in pair if name)
-
-
 def verb(words: list[str]) -> list[str]:
-    """Return the command without its options and arguments: [`helm`, `show`, `crds`]."""
+    """Return a command without options, and at most two arguments: `kubectl create secret generic`.
+
+    With --help, arguments that are no further verbs change nothing.
+    """
     program, *rest = words
     values = {"-n", "--namespace"}
     plain = [
@@ -31,23 +29,18 @@ def verb(words: list[str]) -> list[str]:
         for word, before in zip(rest, ["", *rest], strict=False)
         if not word.startswith("-") and before not in values
     ]
-    nested = {"helm": ("repo", "show"), "kubectl": ("create", "auth", "rollout")}[program]
-    return [program, *plain[: 2 if plain[0] in nested else 1]]
+    return [program, *plain[:3]]
 
 
 def unknown_options(cluster: Cluster, words: list[str]) -> set[str]:
     """Return the options of a command that the program does not have."""
-    command = verb(words)
-    try:
-        text = cluster.command(*command, "--help")
-    except CommandFailed:  # `kubectl create -f`
-        text = cluster.command(*command[:2], "--help")
-    known = options(text) | {"--help"}
-    if command[0] == "kubectl":
-        known |= options(cluster.command("kubectl", "options")) | {"-n", "-s", "-v"}
+    text = cluster.command(*verb(words), "--help")
+    if words[0] == "kubectl":
+        text += cluster.command("kubectl", "options")
+    known = {name for pair in OPTION.findall(text) for name in pair}
     own = words[: words.index("--")] if "--" in words else words
     used = {word.partition("=")[0] for word in own[1:] if re.match(r"--?[a-z]", word)}
-    return used - known
+    return used - known - {"--help"}
 
 
 def test_options_of_kubectl_and_helm_exist(cluster: Cluster) -> None:
@@ -64,6 +57,8 @@ def test_options_of_kubectl_and_helm_exist(cluster: Cluster) -> None:
 
 
 def test_a_wrong_option_is_noticed(cluster: Cluster) -> None:
+    line = "kubectl create secret generic a --from-literals=b=c"
+    assert unknown_options(cluster, line.split()) == {"--from-literals"}
     line = "helm upgrade a charts/agenticrun -n b --reset-and-reuse-values"
     assert unknown_options(cluster, line.split()) == {"--reset-and-reuse-values"}
     line = "kubectl -n b apply --server-side --force-conflict -f a.yaml"
@@ -72,34 +67,47 @@ def test_a_wrong_option_is_noticed(cluster: Cluster) -> None:
     assert unknown_options(cluster, line.split()) == {"--resource-names"}
 
 
-def test_manifests_of_kubernetes_objects_are_taken(cluster: Cluster) -> None:
-    found = [
+def manifests() -> list[dict[str, Any]]:
+    """Return the objects of Kubernetes itself on the pages."""
+    documents = (
         document
         for page in PAGES
         for text in blocks(page, "yaml", "yml")
         for document in yaml.safe_load_all(text)
-        if isinstance(document, dict) and document.get("apiVersion", "agentic").count("/") == 0
+    )
+    return [
+        document
+        for document in documents
+        if isinstance(document, dict)
+        and "apiVersion" in document
+        and not document["apiVersion"].startswith("agenticrun.dev/")
     ]
-    manifests = [document for document in found if "apiVersion" in document]
-    assert "PersistentVolumeClaim" in {document["kind"] for document in manifests}
+
+
+def test_manifests_of_kubernetes_objects_are_taken(cluster: Cluster) -> None:
+    assert {"PersistentVolumeClaim", "ClusterRole"} <= {found["kind"] for found in manifests()}
     with cluster.new_namespace(NAMESPACE) as inside:
-        for manifest in manifests:
+        for manifest in manifests():
             inside.apply(manifest, options=("--dry-run=server", "--validate=strict"))
 
 
-def test_commands_for_openshift_make_the_roles(cluster: Cluster) -> None:
+def test_the_rights_for_openshift_let_the_pods_of_runs_use_the_scc(cluster: Cluster) -> None:
     """On a cluster without SCCs the right to use one is a right like any other."""
-    typed = list(commands((ROOT / "docs/install.md").read_text()))
+    (role,) = (found for found in manifests() if found["kind"] == "ClusterRole")
+    (binding,) = (
+        words
+        for words in commands((ROOT / "docs/install.md").read_text())
+        if words[:5] == ["kubectl", "-n", "team-a", "create", "rolebinding"]
+    )
+    account = f"--as=system:serviceaccount:{NAMESPACE}:default"
+    question = "securitycontextconstraints.security.openshift.io/nonroot-v2"
     with cluster.new_namespace(NAMESPACE) as inside:
-        for words in typed:
-            if words[:4] == ["kubectl", "-n", "team-a", "create"]:
-                inside.command(*(word.replace("team-a", NAMESPACE) for word in words))
-        allowed = inside.command(
-            *("kubectl", "auth", "can-i", "use"),
-            "securitycontextconstraints.security.openshift.io/nonroot-v2",
-            *("-n", NAMESPACE, f"--as=system:serviceaccount:{NAMESPACE}:default"),
-        )
-    assert allowed.strip() == "yes"
+        inside.apply(role)
+        try:
+            inside.command(*(word.replace("team-a", NAMESPACE) for word in binding))
+            assert inside.kubectl("auth", "can-i", "use", question, account).strip() == "yes"
+        finally:
+            inside.kubectl("delete", "clusterrole", role["metadata"]["name"])
 
 
 def test_the_loop_copies_every_image_of_the_list(tmp_path: Path) -> None:
