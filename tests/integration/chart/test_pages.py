@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from pages import PAGES, ROOT, blocks, commands
 from testcluster import Cluster
+from waiting import eventually
 
-NAMESPACE = "agenticrun-test-pages"
+NAMESPACE = "default"
 OPTION = re.compile(r"^ +(?:(-\w), )?(--[\w-]+)", re.MULTILINE)
 
 
-def verb(words: list[str]) -> list[str]:
-    """Return a command without options, and at most two arguments: `kubectl create secret generic`.
-
-    With --help, arguments that are no further verbs change nothing.
-    """
+def verb(words: list[str]) -> tuple[str, ...]:
+    """Return a command without options and arguments: `kubectl create secret generic`."""
     program, *rest = words
     values = {"-n", "--namespace"}
     plain = [
@@ -29,42 +29,62 @@ def verb(words: list[str]) -> list[str]:
         for word, before in zip(rest, ["", *rest], strict=False)
         if not word.startswith("-") and before not in values
     ]
-    return [program, *plain[:3]]
+    # With --help, arguments that are no further verbs change nothing.
+    return (program, *plain[: {"create": 3, "auth": 2, "repo": 2, "show": 2}.get(plain[0], 1)])
 
 
-def unknown_options(cluster: Cluster, words: list[str]) -> set[str]:
-    """Return the options of a command that the program does not have."""
-    text = cluster.command(*verb(words), "--help")
-    if words[0] == "kubectl":
-        text += cluster.command("kubectl", "options")
-    known = {name for pair in OPTION.findall(text) for name in pair}
-    own = words[: words.index("--")] if "--" in words else words
-    used = {word.partition("=")[0] for word in own[1:] if re.match(r"--?[a-z]", word)}
-    return used - known - {"--help"}
+class Help:
+    """The options of kubectl and helm, asked once for each command."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._known: dict[tuple[str, ...], set[str]] = {}
+
+    def options(self, command: tuple[str, ...]) -> set[str]:
+        if command not in self._known:
+            text = self._cluster.command(
+                *command, *(["--help"] if command[1:] != ("options",) else [])
+            )
+            self._known[command] = {name for pair in OPTION.findall(text) for name in pair}
+        return self._known[command]
+
+    def unknown(self, words: list[str]) -> set[str]:
+        """Return the options of a command that the program does not have."""
+        known = self.options(verb(words)) | {"--help"}
+        if words[0] == "kubectl":
+            known |= self.options(("kubectl", "options"))
+        own = words[: words.index("--")] if "--" in words else words
+        used = {word.partition("=")[0] for word in own[1:] if re.match(r"--?[a-z]", word)}
+        return used - known
 
 
 def test_options_of_kubectl_and_helm_exist(cluster: Cluster) -> None:
     wrong = []
+    shown = Help(cluster)
     for page in PAGES:
         for words in commands(page.read_text()):
             if words[0] not in ("kubectl", "helm") or words[1:2] == ["agenticrun"]:
                 continue
             if len(words) == 1 or "..." in words:
                 continue  # the program's name in a sentence
-            if unknown := unknown_options(cluster, words):
+            if unknown := shown.unknown(words):
                 wrong.append((page.name, " ".join(words), sorted(unknown)))
     assert wrong == []
 
 
-def test_a_wrong_option_is_noticed(cluster: Cluster) -> None:
-    line = "kubectl create secret generic a --from-literals=b=c"
-    assert unknown_options(cluster, line.split()) == {"--from-literals"}
-    line = "helm upgrade a charts/agenticrun -n b --reset-and-reuse-values"
-    assert unknown_options(cluster, line.split()) == {"--reset-and-reuse-values"}
-    line = "kubectl -n b apply --server-side --force-conflict -f a.yaml"
-    assert unknown_options(cluster, line.split()) == {"--force-conflict"}
-    line = "kubectl -n b create role a --verb=use --resource-names=c"
-    assert unknown_options(cluster, line.split()) == {"--resource-names"}
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("kubectl create secret generic a --from-literals=b=c", "--from-literals"),
+        (
+            "helm upgrade a charts/agenticrun -n b --reset-and-reuse-values",
+            "--reset-and-reuse-values",
+        ),
+        ("kubectl -n b apply --server-side --force-conflict -f a.yaml", "--force-conflict"),
+    ],
+)
+def test_a_wrong_option_is_noticed(cluster: Cluster, line: str, option: str) -> None:
+    assert Help(cluster).unknown(line.split()) == {option}
 
 
 def manifests() -> list[dict[str, Any]]:
@@ -86,9 +106,8 @@ def manifests() -> list[dict[str, Any]]:
 
 def test_manifests_of_kubernetes_objects_are_taken(cluster: Cluster) -> None:
     assert {"PersistentVolumeClaim", "ClusterRole"} <= {found["kind"] for found in manifests()}
-    with cluster.new_namespace(NAMESPACE) as inside:
-        for manifest in manifests():
-            inside.apply(manifest, options=("--dry-run=server", "--validate=strict"))
+    for manifest in manifests():
+        cluster.apply(manifest, options=("--dry-run=server", "--validate=strict"))
 
 
 def test_the_rights_for_openshift_let_the_pods_of_runs_use_the_scc(cluster: Cluster) -> None:
@@ -99,15 +118,33 @@ def test_the_rights_for_openshift_let_the_pods_of_runs_use_the_scc(cluster: Clus
         for words in commands((ROOT / "docs/install.md").read_text())
         if words[:5] == ["kubectl", "-n", "team-a", "create", "rolebinding"]
     )
-    account = f"--as=system:serviceaccount:{NAMESPACE}:default"
-    question = "securitycontextconstraints.security.openshift.io/nonroot-v2"
-    with cluster.new_namespace(NAMESPACE) as inside:
-        inside.apply(role)
-        try:
-            inside.command(*(word.replace("team-a", NAMESPACE) for word in binding))
-            assert inside.kubectl("auth", "can-i", "use", question, account).strip() == "yes"
-        finally:
-            inside.kubectl("delete", "clusterrole", role["metadata"]["name"])
+    # `kubectl auth can-i` knows only resources that the apiserver serves.
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": f"system:serviceaccount:{NAMESPACE}:default",
+            "resourceAttributes": {
+                "namespace": NAMESPACE,
+                "verb": "use",
+                "group": "security.openshift.io",
+                "resource": "securitycontextconstraints",
+                "name": "nonroot-v2",
+            },
+        },
+    }
+
+    def allowed() -> bool:
+        answer = cluster.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(review))
+        return bool(json.loads(answer)["status"]["allowed"])
+
+    cluster.apply(role)
+    try:
+        cluster.command(*(word.replace("team-a", NAMESPACE) for word in binding))
+        eventually(allowed, 30, "pods of runs may use the SCC", interval=0.5)
+    finally:
+        cluster.kubectl("delete", "clusterrole", role["metadata"]["name"])
+        cluster.kubectl("delete", "rolebinding", "nonroot-v2", "--ignore-not-found")
 
 
 def test_the_loop_copies_every_image_of_the_list(tmp_path: Path) -> None:
