@@ -131,7 +131,7 @@ def repair_status(document: Any) -> AgenticRunStatus:
 
     An invalid field is dropped, and so is an object or a list item that lacks a field.
     """
-    document = copy.deepcopy(document) if isinstance(document, dict) else {}
+    given = document = document if isinstance(document, dict) else {}
     while True:
         try:
             return AgenticRunStatus.model_validate(document, extra="ignore")
@@ -140,6 +140,8 @@ def repair_status(document: Any) -> AgenticRunStatus:
                 detail["loc"][: -1 if detail["type"] == "missing" else None]
                 for detail in error.errors(include_url=False)
             }
+        if document is given:
+            document = copy.deepcopy(given)
         # In reverse order: children before parents, and list items from the end.
         for *way, last in sorted(paths, key=_sortable, reverse=True):
             place: Any = document

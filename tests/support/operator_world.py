@@ -10,14 +10,14 @@ operator can be made to crash before and after each request.
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import json
+import pickle
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from agenticrun_api import (
     AgenticRunStatus,
@@ -68,6 +68,14 @@ KEY = OperatorKey("the operator's key, of 32 characters")
 NAMESPACE = "team"
 NAME = "lake"
 START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+T = TypeVar("T")
+
+
+def copied(manifests: T) -> T:
+    """Return a deep copy. Through pickle it takes a fifth of the time of `copy.deepcopy`."""
+    return cast(T, pickle.loads(pickle.dumps(manifests, pickle.HIGHEST_PROTOCOL)))
 
 
 class Crash(BaseException):
@@ -218,7 +226,7 @@ class World:
             return
         for item in self.objects.values():
             self._version_what_a_test_changed(item)
-        items = copy.deepcopy(list(self.objects.values()))
+        items = copied(list(self.objects.values()))
         of_runs = [item for item in items if LABEL_RUN in item["metadata"].get("labels", {})]
         for kind, cache, found in (
             (KIND, self.watched.runs, items),
@@ -550,14 +558,14 @@ class World:
         if kind == "Secret" and not self.secrets_readable:
             raise Denied("secrets is forbidden")
         assert namespace == NAMESPACE
-        return copy.deepcopy(self.objects.get((kind, name)))
+        return copied(self.objects.get((kind, name)))
 
     async def list_run_keys(self) -> list[tuple[str, str]]:
         return [(NAMESPACE, name) for kind, name in self.objects if kind == KIND]
 
     async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
         self._point("list pods")
-        return copy.deepcopy(
+        return copied(
             [
                 item
                 for (kind, _), item in self.objects.items()
@@ -572,7 +580,7 @@ class World:
             raise self.create_errors[manifest["kind"]]
         if (manifest["kind"], manifest["metadata"]["name"]) in self.objects:
             raise AlreadyExists(manifest["metadata"]["name"])
-        self._store(copy.deepcopy(manifest))
+        self._store(copied(manifest))
         self._point("created")
 
     async def delete(
@@ -609,7 +617,7 @@ class World:
         stored["metadata"]["resourceVersion"] = str(next(self._ids))
         self.status_writes += 1
         self._point("wrote status")
-        return copy.deepcopy(stored)
+        return copied(stored)
 
     async def post_event(self, run: Manifest, event: Event) -> None:
         self._point("post event")
