@@ -26,8 +26,12 @@ takes 0.9 of the time in which engines that never wait play a batch.
 **Hand-offs**, in real time: one env worker runs 10,000 episodes at once against an engine that
 answers at once, from another process. A hand-off is one request and its answer, with the agent's
 and the environment's part of the turn. `handoff_p99_ms` is the time from the request to the
-agent's next line at half of that load. `bytes_per_500_token_trajectory`: what a trajectory of 4
-turns takes on its way to its store.
+agent's next line at half of that load.
+
+**Bytes**: `bytes_per_500_token_trajectory` is what a trajectory of 4 turns takes on its way to its
+store, and `bytes_over_arrays_1024x8192` what a step of 1,024 trajectories of 8 turns takes, over
+the bytes of its arrays. Tokens never pass through the driver: it gets
+`driver_bytes_per_8192_token_trajectory`.
 """
 
 from __future__ import annotations
@@ -612,30 +616,50 @@ def measure_hand_offs(episodes: int, seconds: float) -> dict[str, float]:
     return figures
 
 
-def bytes_per_trajectory() -> float:
-    """Return the size of a trajectory of 4 turns and 500 tokens on its way to a store."""
-    rng = np.random.default_rng(SEED)
+def trajectory(turns: int, prompt: int, response: int, member: int = 0) -> Trajectory:
+    """Return a trajectory of random tokens.
+
+    Args:
+        prompt: tokens of each turn's prompt, and `response` of its answer.
+        member: others have other tokens.
+    """
+    rng = np.random.default_rng((SEED, member))
 
     def tokens(number: int) -> IntArray:
         return rng.integers(0, 50_000, number).astype(np.int32)
 
-    turns = tuple(
+    played = tuple(
         Turn(
-            tokens(93),
-            tokens(32),
-            -rng.random(32, np.float32),
-            np.full(32, 3, np.int32),
+            tokens(prompt),
+            tokens(response),
+            -rng.random(response, np.float32),
+            np.full(response, 3, np.int32),
             float(number),
             state=rng.bytes(32),
             action="Right",
             engine="engine-1",
         )
-        for number in range(4)
+        for number in range(turns)
     )
-    key = EpisodeKey(Stream.TRAIN, 1, 2)
-    trajectory = Trajectory(key, "FrozenLake", turns, StopReason.COMPLETED, {"success": 1.0})
-    assert trajectory.num_tokens == 500
-    return float(len(pack([trajectory])))
+    key = EpisodeKey(Stream.TRAIN, 1, member)
+    return Trajectory(key, "FrozenLake", played, StopReason.COMPLETED, {"success": 1.0})
+
+
+def measure_bytes() -> dict[str, float]:
+    """Return what trajectories take on their way to a store, and what the driver gets of them."""
+    short, long = trajectory(4, 93, 32), trajectory(8, 512, 512)
+    assert (short.num_tokens, long.num_tokens) == (500, 8192)
+    arrays = [
+        array
+        for turn in long.turns
+        for array in (turn.prompt_T, turn.response_T, turn.logprobs_T, turn.versions_T)
+    ]
+    step = [trajectory(8, 512, 512, member) for member in range(1024)]
+    return {
+        "bytes_per_500_token_trajectory": float(len(pack([short]))),
+        "bytes_over_arrays_1024x8192": len(pack(step)) / (1024 * sum(a.nbytes for a in arrays)),
+        "driver_bytes_per_8192_token_trajectory": float(len(pack([EpisodeResult.of(long)]))),
+    }
 
 
 def main() -> None:
@@ -651,7 +675,7 @@ def main() -> None:
     figures = {
         **measure_utilization(4 if quick else 16),
         **measure_hand_offs(1000 if quick else 10_000, 2.0 if quick else 10.0),
-        "bytes_per_500_token_trajectory": bytes_per_trajectory(),
+        **measure_bytes(),
     }
     for name, figure in figures.items():
         print(f"{name:44} {figure:10.3f}")

@@ -137,3 +137,26 @@ def test_results_survive_the_wire() -> None:
     (received,) = unpack(pack([sent]))
     for field in fields(sent):
         np.testing.assert_equal(getattr(received, field.name), getattr(sent, field.name))
+
+
+def test_a_trajectory_travels_in_little_more_than_its_arrays_and_the_driver_gets_no_tokens() -> (
+    None
+):
+    """`benchmarks/rollout.py` measures the same for a whole step."""
+
+    def turn(tokens: int) -> Turn:
+        prompt_T, response_T = np.arange(tokens, dtype=np.int32), np.ones(tokens, np.int32)
+        logprobs_T, versions_T = -np.ones(tokens, np.float32), np.full(tokens, 3, np.int32)
+        return Turn(
+            prompt_T, response_T, logprobs_T, versions_T, 1.0, state=bytes(32), engine="engine-1"
+        )
+
+    played = Trajectory(
+        EpisodeKey(Stream.TRAIN, 1, 2),
+        "Lake",
+        tuple(turn(512) for _ in range(8)),
+        StopReason.COMPLETED,
+    )
+    arrays = 8 * 512 * 4 * 4
+    assert len(pack([played])) < 1.2 * arrays
+    assert len(pack([EpisodeResult.of(played)])) < 1000
