@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,12 +55,25 @@ def result(
     )
 
 
+@dataclass(eq=False)
+class _Playing:
+    """A task that a `FakeBackend` plays."""
+
+    task: GroupTask
+    version: int
+    stopped: StopReason | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def stop(self, reason: StopReason) -> None:
+        self.stopped = self.stopped or reason
+        self.wake.set()
+
+
 class FakeBackend:
     """Plays at once, or when `release` says so for groups in `held`.
 
-    Members finish in the order of their numbers, with `scores(task, member)`. Beyond
-    `task.stop_after` they are aborted after half of their tokens, and so are held ones that grow
-    too old.
+    Members finish in the order of their numbers, with `scores(task, member)`. Those that are
+    stopped have half of their tokens: aborted ones, and held ones that grow too old.
     """
 
     def __init__(
@@ -75,48 +88,46 @@ class FakeBackend:
         self.tasks: list[GroupTask] = []
         self.held: dict[int, asyncio.Event] = {}
         self.bounds = VersionBounds()
-        self._stops: list[tuple[int, asyncio.Event]] = []
-        """Policy version of each held task, and what stops it."""
+        self._playing: set[_Playing] = set()
 
     def set_bounds(self, bounds: VersionBounds) -> None:
         self.bounds = bounds
-        for version, stop in self._stops:
-            if version < bounds.oldest:
-                stop.set()
+        for playing in self._playing:
+            if playing.task.group in self.held and playing.version < bounds.oldest:
+                playing.stop(StopReason.STALE)
+
+    def abort(self, group: int) -> None:
+        for playing in self._playing:
+            if playing.task.group == group:
+                playing.stop(StopReason.ABORTED)
 
     def hold(self, *groups: int) -> None:
         self.held = {group: asyncio.Event() for group in groups}
 
     async def run(self, task: GroupTask) -> list[EpisodeResult]:
         self.tasks.append(task)
-        version = self.version
-        stop = asyncio.Event()
-        if task.stream is Stream.TRAIN and task.group in self.held:
-            self._stops.append((version, stop))
-            await self._released(task.group, stop)
-        await asyncio.sleep(0)
-        played: list[EpisodeResult] = []
-        for member in task.members:
-            late = (
-                task.stop_after is not None and sum(r.trainable for r in played) >= task.stop_after
+        playing = _Playing(task, self.version)
+        self._playing.add(playing)
+        try:
+            if task.stream is Stream.TRAIN and task.group in self.held:
+                await self._released(task.group, playing.wake)
+            await _ticks(1 + TICKS_BETWEEN_MEMBERS * task.members[0])
+        finally:
+            self._playing.discard(playing)
+        stop = playing.stopped
+        return [
+            result(
+                task.group,
+                member,
+                stop=stop or self.fate(task, member),
+                score=self.scores(task, member),
+                version=playing.version,
+                tokens=self.tokens // 2 if stop else self.tokens,
+                tag=task.tag,
+                attempt=task.attempt,
             )
-            if stop.is_set():
-                ended = StopReason.STALE
-            else:
-                ended = StopReason.ABORTED if late else self.fate(task, member)
-            played.append(
-                result(
-                    task.group,
-                    member,
-                    stop=ended,
-                    score=self.scores(task, member),
-                    version=version,
-                    tokens=self.tokens // 2 if late or stop.is_set() else self.tokens,
-                    tag=task.tag,
-                    attempt=task.attempt,
-                )
-            )
-        return played
+            for member in task.members
+        ]
 
     async def _released(self, group: int, stop: asyncio.Event) -> None:
         """Wait until a held group is released or stopped."""
@@ -126,6 +137,15 @@ class FakeBackend:
         finally:
             for waiting in either:
                 waiting.cancel()
+
+
+TICKS_BETWEEN_MEMBERS = 5
+"""Ticks of the event loop in which a group can stop the other members."""
+
+
+async def _ticks(number: int) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
 
 
 class Pending(Result[Any]):

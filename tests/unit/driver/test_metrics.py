@@ -51,7 +51,6 @@ def test_a_batch_tells_scores_ages_and_why_episodes_ended() -> None:
             aborted_tokens=7,
             length_bias=-1.5,
             untrainable=[failed, failed],
-            stale=1,
             stale_episodes=[
                 replace(
                     result(1, 0, stop=StopReason.STALE),

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from agenticrun_workers.rollout.controller import (
-    GroupRun,
     RolloutController,
     RolloutPosition,
     TooManyDropped,
     TooManyRejected,
 )
 from agenticrun_workers.rollout.gate import StalenessGate
+from agenticrun_workers.rollout.group_run import GroupRun
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
     GroupFilter,
@@ -28,7 +28,7 @@ from agenticrun_workers.rollout.groups import (
     zero_variance,
 )
 from agenticrun_workers.types import StopReason
-from rollout_fakes import FakeBackend, result
+from rollout_fakes import FakeBackend
 
 
 class Run:
@@ -61,9 +61,19 @@ class Run:
         self.backend.version = version if engine_version is None else engine_version
         self.controller.advance(version, self.backend.version)
 
+    @property
+    def begun(self) -> set[int]:
+        """The groups that have begun."""
+        return {task.group for task in self.backend.tasks}
+
     async def batch(self) -> list[int]:
         batch = await asyncio.wait_for(self.controller.batch(), 60)
         return [group.group for group in batch.groups]
+
+
+def runs_of(backend: FakeBackend, group: int) -> list[tuple[int, int]]:
+    """Member and attempt of each episode of a group, in the order in which they began."""
+    return [(task.members[0], task.attempt) for task in backend.tasks if task.group == group]
 
 
 async def settled() -> None:
@@ -71,7 +81,7 @@ async def settled() -> None:
 
     Episodes of `FakeBackend` take some ticks of the loop.
     """
-    for _ in range(200):
+    for _ in range(400):
         await asyncio.sleep(0)
 
 
@@ -82,7 +92,8 @@ async def test_without_staleness_batches_are_the_groups_in_order() -> None:
         run.advance(version)
         served.append(await run.batch())
     assert served == [[0, 1], [2, 3], [4, 5]]
-    assert len(run.backend.tasks) == 6
+    assert run.begun == set(range(6))
+    assert len(run.backend.tasks) == 12
 
 
 async def test_nothing_begins_before_the_weights_of_the_next_version_are_there() -> None:
@@ -90,7 +101,7 @@ async def test_nothing_begins_before_the_weights_of_the_next_version_are_there()
     run.advance(0)
     await run.batch()
     await settled()
-    assert len(run.backend.tasks) == 2
+    assert run.begun == {0, 1}
 
 
 async def test_finished_groups_do_not_wait_for_an_older_one_that_is_slow() -> None:
@@ -114,10 +125,7 @@ async def test_a_group_that_grows_too_old_is_stopped_and_runs_again_under_its_nu
     run.advance(1)
     assert await run.batch() == [3, 4]
     await settled()
-    assert [(t.attempt, t.members) for t in backend.tasks if t.group == 0] == [
-        (0, (0, 1)),
-        (1, (0, 1)),
-    ]
+    assert runs_of(backend, 0) == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert 0 in run.controller.position.pending_groups
     backend.held[0].set()
     run.advance(2)
@@ -201,49 +209,141 @@ async def test_a_member_that_ends_before_it_hears_that_it_is_too_old_is_discarde
     assert (batch.counts.stale, batch.counts.stale_episodes) == (1, run.discarded)
 
 
-async def test_only_the_members_that_are_too_old_run_again() -> None:
-    class Scripted(FakeBackend):
-        async def run(self, task: GroupTask) -> list[EpisodeResult]:
-            self.tasks.append(task)
-            self.bounds = VersionBounds(oldest=1, newest=2)
-            stops = {2: StopReason.STALE} if task.attempt == 0 else {}
-            versions = [0, 1, 0] if task.attempt == 0 else [2, 2, 2]
-            return [
-                result(0, m, version=versions[m], stop=stops.get(m, StopReason.COMPLETED))
-                for m in task.members
-            ]
+class Scripted(FakeBackend):
+    """Member m ends its run number n as `script[m][n]`, a stop reason and a policy version."""
 
-    dropped: list[EpisodeResult] = []
+    def __init__(self, *script: list[tuple[StopReason, int]]) -> None:
+        super().__init__()
+        self.script = script
+
+    async def run(self, task: GroupTask) -> list[EpisodeResult]:
+        (member,) = task.members
+        stop, version = self.script[member][task.attempt]
+        (played,) = await super().run(task)
+        return [replace(played, stop_reason=stop, oldest_version=version)]
+
+
+GOOD = StopReason.COMPLETED
+
+
+async def no_drop(stale: list[EpisodeResult]) -> None:
+    raise AssertionError(f"{stale} run again")
+
+
+async def test_only_the_members_that_are_too_old_run_again() -> None:
+    backend = Scripted([(GOOD, 0), (GOOD, 2)], [(GOOD, 1)], [(StopReason.STALE, 0), (GOOD, 2)])
+    backend.set_bounds(VersionBounds(oldest=1, newest=2))
+    dropped: list[tuple[int, int]] = []
 
     async def drop(stale: list[EpisodeResult]) -> None:
-        assert len(backend.tasks) == 1, "before they run again, because keys are the same"
-        dropped.extend(stale)
+        await asyncio.sleep(0)
+        again = [task.members[0] for task in backend.tasks if task.attempt]
+        assert not {result.key.member for result in stale} & {*again}, "the keys are the same"
+        dropped.extend((result.key.member, result.attempt) for result in stale)
 
-    backend = Scripted()
     finished = await GroupRun(0, GroupPlan(("A",), 3)).play(backend, lambda: backend.bounds, drop)
-    assert [(task.attempt, task.members) for task in backend.tasks] == [(0, (0, 1, 2)), (1, (0, 2))]
+    assert sorted(runs_of(backend, 0)) == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
     assert finished.group is not None
     assert [r.oldest_version for r in finished.group.results] == [2, 1, 2]
-    assert sorted(r.key.member for r in dropped) == [0, 2]
+    assert dropped == [(0, 0), (2, 0)]
     assert (finished.rerolled, finished.untrainable) == (0, [])
 
 
-async def test_growing_too_old_uses_up_no_reroll() -> None:
-    class Scripted(FakeBackend):
+@pytest.mark.parametrize("reason", [StopReason.STALE, StopReason.ENV_ERROR])
+async def test_a_member_starts_again_at_once_while_the_others_still_run(reason: StopReason) -> None:
+    slow = asyncio.Event()
+
+    class Uneven(Scripted):
         async def run(self, task: GroupTask) -> list[EpisodeResult]:
-            self.tasks.append(task)
-            stop = [StopReason.STALE, StopReason.TIMEOUT] * 2
-            return [
-                result(0, m, stop=(stop[task.attempt] if m == 1 else StopReason.COMPLETED))
-                for m in task.members
-            ]
+            if task.members == (1,):
+                await slow.wait()
+            return await super().run(task)
+
+    backend = Uneven([(reason, 0), (reason, 0), (GOOD, 0)], [(GOOD, 0)])
+    run = GroupRun(0, GroupPlan(("A",), 2))
 
     async def drop(stale: list[EpisodeResult]) -> None: ...
 
-    backend = Scripted()
+    playing = asyncio.create_task(run.play(backend, VersionBounds, drop))
+    await settled()
+    assert [result.key.member for result in run.kept] == [0]
+    slow.set()
+    finished = await playing
+    assert [(r.key.member, r.attempt) for r in finished.untrainable] == [
+        (0, attempt) for attempt in range(2) if reason is StopReason.ENV_ERROR
+    ]
+    assert finished.group is not None
+    assert [r.attempt for r in finished.group.results] == [2, 0]
+
+
+async def test_a_finished_member_that_grows_too_old_starts_again_while_the_others_still_run() -> (
+    None
+):
+    class OneIsSlow(FakeBackend):
+        async def run(self, task: GroupTask) -> list[EpisodeResult]:
+            if task.members == (1,):
+                await asyncio.Event().wait()
+            return await super().run(task)
+
+    backend = OneIsSlow()
+    discarded: list[int] = []
+
+    async def drop(stale: list[EpisodeResult]) -> None:
+        discarded.extend(result.key.member for result in stale)
+
+    run = GroupRun(0, GroupPlan(("A",), 2))
+    bounds = VersionBounds()
+    playing = asyncio.create_task(run.play(backend, lambda: bounds, drop))
+    await settled()
+    bounds, backend.version = VersionBounds(oldest=1, newest=1), 1
+    run.bounds_changed()
+    await settled()
+    assert discarded == [0]
+    assert [(r.key.member, r.attempt, r.oldest_version) for r in run.kept] == [(0, 1, 1)]
+    assert run.requeued
+    playing.cancel()
+
+
+async def test_the_seed_of_a_member_does_not_depend_on_the_others() -> None:
+    """The attempt is a part of the seed, and other members may fail or grow too old at any time."""
+    stale, error = StopReason.STALE, StopReason.ENV_ERROR
+    backend = Scripted([(stale, 0), (stale, 0), (GOOD, 0)], [(error, 0), (GOOD, 0)], [(GOOD, 0)])
+
+    async def drop(stale: list[EpisodeResult]) -> None: ...
+
+    finished = await GroupRun(0, GroupPlan(("A",), 3)).play(backend, VersionBounds, drop)
+    assert finished.group is not None
+    assert [r.attempt for r in finished.group.results] == [2, 1, 0]
+
+
+async def test_an_error_of_the_backend_leaves_no_episode_running() -> None:
+    ended: list[int] = []
+
+    class Broken(FakeBackend):
+        async def run(self, task: GroupTask) -> list[EpisodeResult]:
+            try:
+                await asyncio.sleep(0)
+                if task.members == (1,):
+                    raise RuntimeError("no backend left")
+                await asyncio.Event().wait()
+                return []
+            finally:
+                ended.extend(task.members)
+
+    with pytest.raises(RuntimeError, match="no backend left"):
+        await GroupRun(0, GroupPlan(("A",), 3)).play(Broken(), VersionBounds, no_drop)
+    assert sorted(ended) == [0, 1, 2]
+
+
+async def test_growing_too_old_uses_up_no_reroll() -> None:
+    script = [(StopReason.STALE, 0), (StopReason.TIMEOUT, 0)] * 2
+    backend = Scripted([(GOOD, 0)], script, [(GOOD, 0)])
+
+    async def drop(stale: list[EpisodeResult]) -> None: ...
+
     run = GroupRun(0, GroupPlan(("A",), 3, max_rerolls=1))
     finished = await run.play(backend, VersionBounds, drop)
-    assert [task.members for task in backend.tasks] == [(0, 1, 2), (1,), (1,), (1,)]
+    assert sorted(runs_of(backend, 0)) == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
     assert finished.rerolled == 1
     assert finished.group is not None
     assert [r.key.member for r in finished.group.results] == [0, 2]
@@ -294,7 +394,7 @@ async def test_a_group_trains_with_fewer_members_after_the_last_reroll() -> None
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [(r.key.group, r.key.member) for r in batch.results] == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    assert [task.attempt for task in run.backend.tasks if task.group == 0] == [0, 1, 2]
+    assert sorted(runs_of(run.backend, 0)) == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("rerolls", [0, 1, 5])
@@ -307,7 +407,8 @@ async def test_an_episode_is_played_again_at_most_max_rerolls_times(rerolls: int
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert batch.counts.rerolled == rerolls
     assert len(batch.counts.untrainable) == rerolls + 1
-    assert [task.members for task in backend.tasks] == [(0, 1, 2), *[(0,)] * rerolls]
+    again = [(0, attempt) for attempt in range(1, rerolls + 1)]
+    assert sorted(runs_of(backend, 0)) == [(0, 0), *again, (1, 0), (2, 0)]
 
 
 async def test_the_first_members_to_finish_make_a_redundant_group_and_the_others_are_stopped() -> (
@@ -317,7 +418,7 @@ async def test_the_first_members_to_finish_make_a_redundant_group_and_the_others
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [r.key.member for r in batch.results] == [0, 1]
-    assert [(task.members, task.stop_after) for task in run.backend.tasks] == [((0, 1, 2, 3), 2)]
+    assert runs_of(run.backend, 0) == [(0, 0), (1, 0), (2, 0), (3, 0)]
     assert batch.counts.untrainable == []
     assert batch.counts.rerolled == 0
     kept, stopped = batch.results[0].response_tokens, 2
@@ -325,26 +426,19 @@ async def test_the_first_members_to_finish_make_a_redundant_group_and_the_others
     assert batch.counts.length_bias == kept - (2 * kept + 2 * stopped) / 4
 
 
-async def test_a_redundant_member_that_grows_too_old_is_not_run_again() -> None:
-    class Scripted(FakeBackend):
-        async def run(self, task: GroupTask) -> list[EpisodeResult]:
-            self.tasks.append(task)
-            return [
-                result(0, 0, version=1),
-                result(0, 1, version=1),
-                result(0, 2, version=0, stop=StopReason.STALE, tokens=80),
-            ]
-
-    async def drop(stale: list[EpisodeResult]) -> None:
-        raise AssertionError("no member runs again")
-
-    backend = Scripted()
+@pytest.mark.parametrize("slow", [0, 2])
+async def test_a_redundant_member_that_grows_too_old_is_not_run_again(slow: int) -> None:
+    script = [[(GOOD, 1)], [(GOOD, 1)], [(GOOD, 1)]]
+    script[slow] = [(StopReason.STALE, 0)]
+    backend = Scripted(*script)
     run = GroupRun(0, GroupPlan(("A",), 2, redundancy=1))
-    finished = await run.play(backend, lambda: VersionBounds(oldest=1, newest=1), drop)
+    finished = await run.play(backend, lambda: VersionBounds(oldest=1, newest=1), no_drop)
     assert not run.requeued, "batches have nothing to wait for"
     assert finished.group is not None
-    kept, stopped = finished.group.results[0].response_tokens, 20
-    assert finished.aborted_tokens == stopped
+    assert [r.key.member for r in finished.group.results] == [m for m in range(3) if m != slow]
+    kept = finished.group.results[0].response_tokens
+    stopped = finished.aborted_tokens
+    assert stopped > 0
     assert finished.group.length_bias == kept - (2 * kept + stopped) / 3
 
 
@@ -352,8 +446,7 @@ async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_
     class LatePlayers(FakeBackend):
         """All of them finish before the word to stop arrives."""
 
-        async def run(self, task: GroupTask) -> list[EpisodeResult]:
-            return await super().run(replace(task, stop_after=None))
+        def abort(self, group: int) -> None: ...
 
     run = Run(
         LatePlayers(
@@ -377,10 +470,7 @@ async def test_a_redundant_group_with_too_few_members_rerolls_only_as_many_as_it
     run = Run(FakeBackend(fate), size=1, group_size=2, redundancy=2)
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
-    assert [(task.members, task.stop_after) for task in run.backend.tasks] == [
-        ((0, 1, 2, 3), 2),
-        ((1, 2, 3), 1),
-    ]
+    assert runs_of(run.backend, 0) == [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1)]
     assert [r.key.member for r in batch.results] == [0, 1]
 
 
@@ -443,7 +533,7 @@ async def test_fractional_staleness_begins_a_part_of_the_next_batch_ahead_and_wa
         assert batch.counts.stale == 0
         assert all(version - group.oldest_version <= math.ceil(staleness) for group in batch.groups)
         await settled()
-        seen.append(len(run.backend.tasks))
+        seen.append(len(run.begun))
     assert served == list(range(12))
     assert seen == begun
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,14 +98,21 @@ def reasons(played: list[list[EpisodeResult]]) -> list[set[StopReason]]:
     return [{member.stop_reason for member in members} for members in played]
 
 
+def alone(tasks: list[GroupTask]) -> list[GroupTask]:
+    """A task for each member, as training groups have."""
+    return [replace(task, members=(member,)) for task in tasks for member in task.members]
+
+
 @settings(max_examples=25)
-@given(st.integers(1, 3), st.integers(1, 12), st.data())
+@given(st.integers(1, 3), st.integers(1, 12), st.booleans(), st.data())
 def test_guilty_groups_are_given_up_and_all_others_play_to_their_end(
-    workers: int, count: int, data: st.DataObject
+    workers: int, count: int, single: bool, data: st.DataObject
 ) -> None:
     guilty = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
     world = World(lambda task: task.group in guilty, workers)
-    played = asyncio.run(world.play(*groups(count)))
+    tasks = groups(count)
+    results = asyncio.run(world.play(*(alone(tasks) if single else tasks)))
+    played = [results[n] + results[n + 1] for n in range(0, 2 * count, 2)] if single else results
     for group, members in enumerate(played):
         assert [member.key.member for member in members] == [0, 1]
         if group not in guilty:
@@ -116,6 +124,49 @@ def test_guilty_groups_are_given_up_and_all_others_play_to_their_end(
                 "set isolated: true" in members[-1].error
             )
     assert world.deaths <= 3 * len(guilty)
+
+
+async def test_the_members_of_a_group_share_a_worker() -> None:
+    """So that a group that kills its workers kills three, and not three for each member."""
+    world = World(lambda task: False, 3)
+    await world.pool.start()
+    running = [asyncio.create_task(world.pool.run(task)) for task in alone(groups(6, members=4))]
+    await asyncio.sleep(0)
+    homes = [set(worker.open) for worker in world.pool._workers]
+    assert sorted(map(len, homes)) == [2, 2, 2]
+    assert len(set.union(*homes)) == 6
+    await asyncio.gather(*running)
+    assert [worker.open for worker in world.pool._workers] == [{}, {}, {}]
+    await world.pool.stop()
+
+
+async def test_an_aborted_group_does_not_run_again_when_its_worker_dies() -> None:
+    death = asyncio.Event()
+    world = World(lambda task: False, 1)
+    aborted: list[tuple[EpisodeKey, int]] = []
+
+    class Slow(MortalWorker):
+        async def abort(self, episodes: Any) -> None:
+            aborted.extend(episodes)
+
+        async def _play_one(self, task: GroupTask, member: int) -> None:
+            await death.wait()
+            await super()._play_one(task, member)
+
+    async def spawn() -> Remote:
+        world.made += 1
+        return Remote(Slow(lambda task: world.made == 1))
+
+    world.pool = EnvPool(spawn, 1)
+    await world.pool.start()
+    running = [asyncio.create_task(world.pool.run(task)) for task in alone(groups(2))]
+    await asyncio.sleep(0.01)
+    world.pool.abort(1)
+    death.set()
+    results = await asyncio.wait_for(asyncio.gather(*running), 20)
+    assert [[r.key.group for r in each] for each in results] == [[0], [0], [], []]
+    assert aborted == [(EpisodeKey(Stream.TRAIN, 1, member), 0) for member in (0, 1)]
+    await world.pool.stop()
 
 
 async def test_a_group_that_was_given_up_is_a_suspect_when_it_is_rerolled() -> None:

@@ -252,18 +252,23 @@ async def test_frames_show_each_state_of_the_first_member(tmp_path: Path) -> Non
     assert second.frames == b""
 
 
-async def test_members_beyond_enough_are_stopped_also_in_the_engine_and_their_tokens_counted(
+async def test_an_aborted_group_is_stopped_also_in_the_engine_and_its_tokens_counted(
     tmp_path: Path,
 ) -> None:
     world = World(pipeline(), tmp_path)
     world.engine.ignores = lambda request: request.request_id in ("train-0-1-2", "train-0-3-2")
-    results = await world.play(task(members=4, stop_after=2))
+    pool = await world.pool()
+    playing = [asyncio.create_task(pool.run(replace(task(), members=(m,)))) for m in range(4)]
+    await asyncio.wait_for(asyncio.gather(playing[0], playing[2]), 60)
+    pool.abort(0)
+    results = [r for each in await asyncio.wait_for(asyncio.gather(*playing), 60) for r in each]
     assert [(r.key.member, r.stop_reason, r.response_tokens) for r in results] == [
         (0, "max_turns", 6),
-        (2, "max_turns", 6),
         (1, "aborted", 2),
+        (2, "max_turns", 6),
         (3, "aborted", 2),
     ]
+    await pool.stop()
     await eventually_in_loop(lambda: len(world.engine.aborted) == 2, 60, "the engine hears of both")
     assert sorted(world.engine.aborted) == ["train-0-1-2", "train-0-3-2"]
     assert await world.store.size() == 2

@@ -62,7 +62,7 @@ class World:
 
     def train(self, batch: Batch, version: int) -> None:
         for episode in batch.results:
-            assert self.stored[episode.key] == episode.attempt
+            assert self.stored.pop(episode.key) == episode.attempt
             self.ages += [
                 version - sampled for sampled in self.tokens[episode.key, episode.attempt]
             ]
@@ -78,12 +78,14 @@ class World:
 class Backend:
     """Episodes that sample one token after the other, each with the version of that moment.
 
-    The word to stop an episode takes a while, and may come too late.
+    An order to stop an episode takes a while, and may come too late.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._bounds = VersionBounds()
+        self._aborted: set[tuple[EpisodeKey, int]] = set()
+        self._running: set[tuple[EpisodeKey, int]] = set()
 
     def set_bounds(self, bounds: VersionBounds) -> None:
         loop = asyncio.get_running_loop()
@@ -91,6 +93,11 @@ class Backend:
 
     def _hear(self, bounds: VersionBounds) -> None:
         self._bounds = self._bounds.later(bounds)
+
+    def abort(self, group: int) -> None:
+        running = {(key, attempt) for key, attempt in self._running if key.group == group}
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._world.rng.choice((0.0, 0.3)), self._aborted.update, running)
 
     async def run(self, task: GroupTask) -> list[EpisodeResult]:
         return list(await asyncio.gather(*(self._episode(task, m) for m in task.members)))
@@ -100,13 +107,18 @@ class Backend:
         versions = world.tokens[key, task.attempt] = []
         pause = world.seconds.of_episode(task.group, member) / 8
         stop = StopReason.COMPLETED
+        self._running.add((key, task.attempt))
         for _ in range(4):
             await asyncio.sleep(pause)
             versions.append(world.engine_version)
             await asyncio.sleep(pause)
+            if (key, task.attempt) in self._aborted:
+                stop = StopReason.ABORTED
+                break
             if versions[0] < self._bounds.oldest:
                 stop = StopReason.STALE
                 break
+        self._running.discard((key, task.attempt))
         if stop.trainable and world.rng.random() < world.failures:
             stop = StopReason.ENV_ERROR
         if stop.trainable:
@@ -124,14 +136,16 @@ async def train(
     size: int,
     attempts: list[int],
     concurrent: int,
+    redundancy: int = 0,
 ) -> RolloutPosition:
     """Train some steps in each attempt, and resume from its checkpoint in the next one."""
     begin, position = 0, RolloutPosition()
     for steps in attempts:
+        world.stored.clear()
         controller = RolloutController(
             Backend(world),
             StalenessGate.resumed(size, concurrent, staleness, begin),
-            GroupPlan(("A",), 2, max_rerolls=20),
+            GroupPlan(("A",), 2, redundancy, max_rerolls=20),
             discard=world.discard,
             position=position,
         )
@@ -156,10 +170,19 @@ def test_no_token_is_too_old_and_every_group_is_trained_on_once_also_through_res
 ) -> None:
     world = World(seed)
     attempts = [world.rng.randint(1, 8) for _ in range(6)]
-    size, concurrent = (1, 2, 2, 4)[seed], (64, 64, 1, 5)[seed]
+    size, concurrent, redundancy = (1, 2, 2, 4)[seed], (64, 64, 1, 5)[seed], (0, 1, 0, 2)[seed]
     position = on_virtual_clock(
-        train(world, staleness, frequency, size=size, attempts=attempts, concurrent=concurrent)
+        train(
+            world,
+            staleness,
+            frequency,
+            size=size,
+            attempts=attempts,
+            concurrent=concurrent,
+            redundancy=redundancy,
+        )
     )
+    assert {key.group for key in world.stored} <= {*position.pending_groups}, "nothing is left over"
     assert max(world.ages) <= math.ceil(staleness)
     assert len(world.numbers) == sum(attempts) * size
     numbers = Counter([*world.numbers, *position.pending_groups])

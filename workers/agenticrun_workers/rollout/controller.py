@@ -1,12 +1,10 @@
 """RolloutController: starts groups and assembles training batches. Runs in the driver.
 
-`GroupRun` runs one group to its end, with re-rolls of untrainable members and redundant members.
-
 Staleness. A token of policy version t can be trained on up to step t + staleness.max. Once a batch
 is taken, the env workers stop members that would miss that step, and finished groups drop theirs.
-Only these members run again, under the same group number: no data item is lost. Batches do not
-wait for a slow group the first time. The second time they do: else episodes that are slower than
-the trainer would never be trained on, and short ones would be preferred.
+Only these members run again, at once (`group_run`) and under the same group number: no data item is
+lost. Batches do not wait for a slow group the first time. The second time they do: else episodes
+that are slower than the trainer would never be trained on, and short ones would be preferred.
 """
 
 from __future__ import annotations
@@ -14,202 +12,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.rollout.env_pool import RolloutBackend, TrainingBackend
+from agenticrun_workers.rollout.env_pool import TrainingBackend
 from agenticrun_workers.rollout.eviction import EnvBreaker
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import (
-    EpisodeResult,
-    Group,
-    GroupPlan,
-    GroupTask,
-    VersionBounds,
-    every_trajectory,
-)
+from agenticrun_workers.rollout.group_run import FinishedGroup, GroupRun, trainable
+from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupPlan, VersionBounds
 from agenticrun_workers.rollout.log_once import LogOnce
-from agenticrun_workers.types import StopReason, Stream
-
-
-@dataclass
-class FinishedGroup:
-    """Outcome of a group."""
-
-    group: Group | None = None
-    """None if fewer than two (one, for groups of one) trajectories are trainable."""
-    surplus: list[EpisodeResult] = field(default_factory=list)
-    """Trainable trajectories that are not in `group`."""
-    untrainable: list[EpisodeResult] = field(default_factory=list)
-    rerolled: int = 0
-    """Episodes that ran again."""
-    aborted_tokens: int = 0
-    """Tokens sampled for redundant members that were stopped."""
-
-
-Drop = Callable[[list[EpisodeResult]], Awaitable[None]]
-"""Called with the members of a group that have grown too old."""
-
-
-@dataclass(eq=False)
-class GroupRun:
-    """A training group from its start until it is trained on or given up."""
-
-    number: int
-    plan: GroupPlan
-    group: Group | None = None
-    """Set when enough members have finished."""
-    kept: list[EpisodeResult] = field(default_factory=list)
-    """Finished episodes that can be trained on, in the order of finishing."""
-    attempts: int = 0
-    requeued: bool = False
-    """True once a member has grown too old: batches wait for the group from then on."""
-    task: asyncio.Task[None] | None = None
-    _started_version: int | None = None
-    """Policy version of the engines when the running episodes began."""
-
-    def __post_init__(self) -> None:
-        self._missing = set(range(self.plan.group_size + self.plan.redundancy))
-        self._failures: Counter[int] = Counter()
-        self._rerolls: set[int] = set()
-        """Members of `_missing` that failed."""
-        self._unneeded: list[EpisodeResult] = []
-
-    def oldest_version(self, newest: int) -> int:
-        """Return the oldest policy version in its finished and running episodes.
-
-        Args:
-            newest: version of the engines, with which further episodes would begin.
-        """
-        running = newest if self._started_version is None else self._started_version
-        finished = [result.episode_version for result in self.kept]
-        return min(finished if self.group else [*finished, running])
-
-    async def play(
-        self,
-        backend: RolloutBackend,
-        bounds: Callable[[], VersionBounds],
-        drop: Drop,
-        *,
-        transcript: bool = False,
-    ) -> FinishedGroup:
-        """Run the missing members until enough are trainable or no re-roll is left.
-
-        Args:
-            backend: runs the episodes.
-            bounds: returns the policy versions of now.
-            drop: called with members that have grown too old, before they run again.
-            transcript: return the first member of each try as text until such a member is kept.
-        """
-        finished = FinishedGroup()
-        self.group = None
-        while True:
-            await self._drop_stale(bounds().oldest, [], drop)
-            needed = self.plan.group_size - len(self.kept)
-            if needed <= 0 or not self._missing:
-                break
-            members = tuple(sorted(self._missing))
-            finished.rerolled += len(self._rerolls)
-            self._missing, self._rerolls = set(), set()
-            task = self._next_task(members, needed, bounds().newest, transcript=transcript)
-            self._started_version = task.engine_version
-            results = await backend.run(task)
-            self._started_version = None
-            await self._drop_stale(bounds().oldest, self._take(results, finished), drop)
-        return self._finish(finished)
-
-    def _next_task(
-        self, members: tuple[int, ...], needed: int, engine_version: int, *, transcript: bool
-    ) -> GroupTask:
-        attempt, self.attempts = self.attempts, self.attempts + 1
-        told = transcript and not any(result.transcript for result in self.kept)
-        return GroupTask(
-            Stream.TRAIN,
-            self.number,
-            self.plan.tag(self.number),
-            members,
-            attempt,
-            engine_version,
-            transcript=told,
-            frames=told and self.plan.frames,
-            stop_after=needed if needed < len(members) else None,
-        )
-
-    def _take(self, results: list[EpisodeResult], finished: FinishedGroup) -> list[EpisodeResult]:
-        """Sort finished episodes; return stopped ones that grew too old and must run again."""
-        good = [result for result in results if result.trainable]
-        self.kept += good
-        finished.untrainable += [r for r in every_trajectory(good) if not r.trainable]
-        enough = len(self.kept) >= self.plan.group_size
-        stale: list[EpisodeResult] = []
-        for result in results:
-            if result.trainable:
-                continue
-            if enough and result.stop_reason in (StopReason.ABORTED, StopReason.STALE):
-                self._unneeded.append(result)
-                finished.aborted_tokens += result.response_tokens
-            elif result.stop_reason is StopReason.STALE:
-                stale.append(result)
-            else:
-                self._count_failure(result.key.member)
-                finished.untrainable += result.trajectories
-        return stale
-
-    def _count_failure(self, member: int) -> None:
-        self._failures[member] += 1
-        if self._failures[member] <= self.plan.max_rerolls:
-            self._missing.add(member)
-            self._rerolls.add(member)
-
-    async def _drop_stale(self, oldest: int, stopped: list[EpisodeResult], drop: Drop) -> None:
-        """Let members run again that are older than `oldest`, or were stopped for it."""
-        stale = [*stopped, *(r for r in self.kept if r.episode_version < oldest)]
-        if not stale:
-            return
-        self.kept = [result for result in self.kept if result not in stale]
-        self._missing |= {result.key.member for result in stale}
-        self.requeued = True
-        await drop(stale)
-
-    def _finish(self, finished: FinishedGroup) -> FinishedGroup:
-        surplus = self.kept[self.plan.group_size :]
-        self.kept = self.kept[: self.plan.group_size]
-        finished.surplus = _trainable(surplus)
-        self._unneeded += finished.surplus
-        kept = _trainable(self.kept)
-        if len(kept) < min(2, self.plan.group_size):
-            finished.surplus += kept
-        else:
-            finished.group = self.group = Group(
-                self.number,
-                self.plan.tag(self.number),
-                tuple(sorted(kept, key=lambda result: result.key)),
-                length_bias=_length_bias(kept, self._unneeded),
-            )
-        return finished
-
-
-def _trainable(episodes: list[EpisodeResult]) -> list[EpisodeResult]:
-    return [result for result in every_trajectory(episodes) if result.trainable]
-
-
-def _length_bias(kept: list[EpisodeResult], others: list[EpisodeResult]) -> float:
-    """Return the mean sampled tokens of the kept members minus the mean of all members.
-
-    Stopped members count with the tokens that they had sampled.
-    """
-    if not others:
-        return 0.0
-    return _mean_tokens(kept) - _mean_tokens([*kept, *others])
-
-
-def _mean_tokens(results: Iterable[EpisodeResult]) -> float:
-    return float(np.mean([result.response_tokens for result in results]))
-
 
 log = logging.getLogger(__name__)
 
@@ -236,10 +50,8 @@ class RolloutCounts:
     """Episodes that ran again."""
     dropped: int = 0
     """Groups with fewer than two trainable members (one, for groups of one)."""
-    stale: int = 0
-    """Groups of which members ran again because they had grown too old."""
     stale_episodes: list[EpisodeResult] = field(default_factory=list)
-    """These members: stopped, or finished and discarded."""
+    """Members that ran again because they had grown too old: stopped, or finished and discarded."""
     filtered: int = 0
     """Groups rejected by `groupFilter`."""
     aborted_tokens: int = 0
@@ -251,6 +63,11 @@ class RolloutCounts:
     """
     untrainable: list[EpisodeResult] = field(default_factory=list)
     """All untrainable episodes."""
+
+    @property
+    def stale(self) -> int:
+        """Number of groups of which members grew too old."""
+        return len({result.key.group for result in self.stale_episodes})
 
 
 @dataclass(frozen=True)
@@ -401,6 +218,8 @@ class RolloutController:
         """
         self._bounds = VersionBounds(next_batch - self._max_age, self._gate.engine_version)
         self._backend.set_bounds(self._bounds)
+        for run in self._running.values():
+            run.bounds_changed()
 
     def _requeue_stale(self) -> None:
         """Let ready groups run again of which a member has grown too old."""
@@ -457,9 +276,8 @@ class RolloutController:
 
     async def _drop(self, stale: list[EpisodeResult]) -> None:
         """Count and discard members of a group that have grown too old."""
-        self._counts.stale += 1
         self._counts.stale_episodes += stale
-        await self._discard(_trainable(stale))
+        await self._discard(trainable(stale))
 
     async def _record_group(self, run: GroupRun, finished: FinishedGroup) -> None:
         """Count a finished group. It becomes ready, or another group may start in its place."""

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.inference.client import RequestServer
@@ -34,7 +34,7 @@ from agenticrun_workers.rollout.groups import (
     VersionBounds,
 )
 from agenticrun_workers.serialization import pack, unpack
-from agenticrun_workers.types import StopReason, Stream, Trajectory
+from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory
 
 if TYPE_CHECKING:
     from agenticrun_workers.rollout.env_worker import EnvWorker
@@ -54,8 +54,6 @@ class RolloutBackend(Protocol):
     async def run(self, task: GroupTask) -> list[EpisodeResult]:
         """Return one result per member, in the order of the task.
 
-        With `task.stop_after` they come in the order of finishing.
-
         Raises:
             RolloutFailed: the workers cannot run episodes any more.
         """
@@ -63,21 +61,33 @@ class RolloutBackend(Protocol):
 
 
 class TrainingBackend(RolloutBackend, Protocol):
-    """Backend that also stops episodes that have grown too old to be trained on."""
+    """Backend that also stops episodes that are no longer of use."""
 
     def set_bounds(self, bounds: VersionBounds) -> None:
         """Stop training episodes with a token older than `bounds.oldest`; they end as `STALE`."""
         ...
 
+    def abort(self, group: int) -> None:
+        """Stop all episodes of a training group; they end as `ABORTED`.
 
-@dataclass(slots=True)
+        Those that were lost with their worker have no result.
+        """
+        ...
+
+
+_Group: TypeAlias = tuple[Stream, int]
+_Run: TypeAlias = tuple[int, int]
+"""A member of a group, and its attempt."""
+
+
+@dataclass(slots=True, eq=False)
 class _Open:
     """A task that runs on a worker or waits for one."""
 
     task: GroupTask
     done: asyncio.Future[list[EpisodeResult]]
     results: dict[int, EpisodeResult] = field(default_factory=dict)
-    """Results by member, in the order of finishing."""
+    """Results by member."""
     aborting: bool = False
     deaths: int = 0
     """Number of workers that died while running the task."""
@@ -87,21 +97,21 @@ class _Open:
         return self.deaths >= SUSPECT_AFTER
 
     @property
-    def has_enough(self) -> bool:
-        """True if the missing members are not needed."""
-        return (
-            self.task.stop_after is not None
-            and sum(result.trainable for result in self.results.values()) >= self.task.stop_after
-        )
+    def group(self) -> _Group:
+        return self.task.stream, self.task.group
 
     @property
     def missing(self) -> tuple[int, ...]:
         return tuple(member for member in self.task.members if member not in self.results)
 
+    @property
+    def runs(self) -> list[_Run]:
+        """The runs that have not ended."""
+        return [(member, self.task.attempt) for member in self.missing]
+
     def finish(self) -> None:
         if not self.done.done():
-            in_order = sorted(self.results) if self.task.stop_after is None else self.results
-            self.done.set_result([self.results[member] for member in in_order])
+            self.done.set_result([self.results[member] for member in sorted(self.results)])
 
     def fail_missing(self, error: BaseException) -> None:
         """End the missing members with env_error."""
@@ -123,10 +133,32 @@ class _Worker:
     handle: ActorHandle[EnvWorker]
     number: int
     """From 1, and never used again."""
-    open: dict[tuple[str, int, int], _Open] = field(default_factory=dict)
+    open: dict[_Group, dict[_Run, _Open]] = field(default_factory=dict)
+    """The tasks of running episodes."""
     outgoing: list[GroupTask] = field(default_factory=list)
     episodes: int = 0
     """Number of running episodes: the load."""
+
+    @property
+    def tasks(self) -> list[_Open]:
+        """Each open task once."""
+        return list(
+            dict.fromkeys(opened for runs in self.open.values() for opened in runs.values())
+        )
+
+    def add(self, opened: _Open) -> None:
+        """Begin a task."""
+        self.open.setdefault(opened.group, {}).update(dict.fromkeys(opened.runs, opened))
+        self.outgoing.append(replace(opened.task, members=opened.missing))
+        self.episodes += len(opened.missing)
+
+    def remove(self, opened: _Open) -> None:
+        """Forget the runs of a task, if it has any here."""
+        runs = self.open.get(opened.group, {})
+        for run in [run for run, each in runs.items() if each is opened]:
+            del runs[run]
+        if not runs:
+            self.open.pop(opened.group, None)
 
     def may_run(self, task: _Open) -> bool:
         """Return False if a death of this worker would have two possible causes.
@@ -134,9 +166,9 @@ class _Worker:
         A suspect shares its worker only with groups that were not running in any dead worker. If
         the worker dies, the suspect is the cause.
         """
-        return not any(
-            other.deaths and task.deaths and (other.suspect or task.suspect)
-            for other in self.open.values()
+        return not task.deaths or not any(
+            other.deaths and (other.suspect or task.suspect) and other.group != task.group
+            for other in self.tasks
         )
 
 
@@ -196,8 +228,7 @@ class EnvPool:
             self._running -= 1
             self._idle_since = time.perf_counter()
             for worker in self._workers:
-                if worker.open.get(_name(task)) is opened:
-                    del worker.open[_name(task)]
+                worker.remove(opened)
             self._assign_waiting()
 
     async def set_endpoints(
@@ -217,6 +248,19 @@ class EnvPool:
         for worker in self._workers:
             self._send_bounds(worker)
 
+    def abort(self, group: int) -> None:
+        """See `TrainingBackend`."""
+        for opened in self._waiting:
+            if opened.group == (Stream.TRAIN, group):
+                opened.finish()
+        for worker in self._workers:
+            runs = worker.open.get((Stream.TRAIN, group), {}).items()
+            fresh = [(run, opened) for run, opened in runs if not opened.aborting]
+            for _, opened in fresh:
+                opened.aborting = True
+            if fresh:
+                self._send_abort(worker, [(opened.task.key(m), n) for (m, n), opened in fresh])
+
     async def stop(self) -> None:
         """Stop watching. The actors end with the Ray session."""
         for watcher in self._watchers:
@@ -229,6 +273,9 @@ class EnvPool:
 
     def _send_bounds(self, worker: _Worker) -> None:
         worker.handle.call(lambda actor: actor.set_bounds(self._bounds))
+
+    def _send_abort(self, worker: _Worker, names: list[tuple[EpisodeKey, int]]) -> None:
+        worker.handle.call(lambda actor: actor.abort(names))
 
     def _add(self, handle: ActorHandle[EnvWorker]) -> None:
         worker = _Worker(handle, next(self._numbers))
@@ -249,15 +296,16 @@ class EnvPool:
                 self._assign(opened)
 
     def _assign(self, opened: _Open) -> None:
-        """Send a task to the least loaded worker that may run it, or let it wait."""
+        """Send a task to the worker of its group, else to the least loaded one, or let it wait."""
         able = [worker for worker in self._workers if worker.may_run(opened)]
         if not able:
             self._waiting.append(opened)
             return
-        worker = min(able, key=lambda candidate: candidate.episodes)
-        worker.open[_name(opened.task)] = opened
-        worker.outgoing.append(replace(opened.task, members=opened.missing))
-        worker.episodes += len(opened.missing)
+        worker = next(
+            (each for each in able if opened.group in each.open),
+            min(able, key=lambda candidate: candidate.episodes),
+        )
+        worker.add(opened)
         if not self._flush_planned:
             self._flush_planned = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -326,7 +374,7 @@ class EnvPool:
             RolloutFailed: too many workers died in a row.
         """
         self._workers.remove(worker)
-        tags = {opened.task.tag for opened in worker.open.values()}
+        tags = {opened.task.tag for opened in worker.tasks}
         log.warning(
             "an env worker is gone (%s): its %d groups of %s are played again",
             _first_line(death),
@@ -358,10 +406,10 @@ class EnvPool:
 
     def _reassign(self, worker: _Worker, error: BaseException) -> None:
         """Assign the tasks of a dead worker to others. A suspect is given up."""
-        for opened in worker.open.values():
+        for opened in worker.tasks:
             if opened.done.done():
                 continue
-            if opened.has_enough:
+            if opened.aborting:
                 opened.finish()
             elif opened.suspect:
                 self._given_up.add((opened.task.stream, opened.task.group))
@@ -374,23 +422,20 @@ class EnvPool:
         self._deaths = 0
         self._dead_with.clear()
         worker.episodes -= 1
-        opened = worker.open.get((result.key.stream, result.key.group, result.attempt))
-        if opened is None or result.key.member not in opened.task.members:
+        runs = worker.open.get((result.key.stream, result.key.group), {})
+        opened = runs.get((result.key.member, result.attempt))
+        if opened is None:
             return  # the caller no longer waits for it
         opened.results[result.key.member] = result
         if not opened.missing:
             opened.finish()
-        elif opened.has_enough and not opened.aborting:
-            opened.aborting = True
-            missing = [(opened.task.key(member), opened.task.attempt) for member in opened.missing]
-            worker.handle.call(lambda actor: actor.abort(missing))
 
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         self._failure = error
         for opened in (
-            *worker.open.values(),
+            *worker.tasks,
             *self._waiting,
-            *(o for w in self._workers for o in w.open.values()),
+            *(o for w in self._workers for o in w.tasks),
         ):
             if not opened.done.done():
                 opened.done.set_exception(error)
@@ -402,7 +447,3 @@ def _first_line(error: BaseException) -> str:
 
 def _listed(tags: Iterable[str]) -> str:
     return ", ".join(map(repr, sorted(tags)))
-
-
-def _name(task: GroupTask) -> tuple[str, int, int]:
-    return task.stream, task.group, task.attempt

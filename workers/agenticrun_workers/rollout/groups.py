@@ -31,14 +31,14 @@ Stores: TypeAlias = Sequence[ActorHandle[TrajectoryStore]]
 
 @dataclass(frozen=True, slots=True)
 class GroupTask:
-    """Episodes of one group to run: all members at first, single members for a re-roll."""
+    """Episodes of one group to run. A training group is one task for each member."""
 
     stream: Stream
     group: int
     tag: str
     members: tuple[int, ...]
     attempt: int = 0
-    """Number of the try, after re-rolls and members that grew too old; 0 = first."""
+    """Number of earlier runs of these members, which failed or grew too old."""
     engine_version: int = 0
     """Policy version of the engines when the task was made. They may have a later one by now."""
     random_policy: bool = False
@@ -49,8 +49,6 @@ class GroupTask:
     """Return frames of the first member's episode if its environment can render."""
     demonstration: bool = False
     """Use item number `group` of the warm-up data set instead of running an episode."""
-    stop_after: int | None = None
-    """Stop the other members once this many are trainable; None = run all to their end."""
 
     def key(self, member: int) -> EpisodeKey:
         return EpisodeKey(self.stream, self.group, member)
