@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -225,8 +225,11 @@ class FakeEngine:
         self.ignores = ignores
         self.requests: list[GenerationRequest] = []
         self.aborted: list[str] = []
+        self.version = 0
+        self.sampled: list[int] = []
+        """Tokens sampled so far for each request in `ignores`."""
         self._ignored: dict[str, asyncio.Event] = {}
-        self._port = RequestPort(self._generate, self._abort)
+        self._port = RequestPort(self._generate, self._abort, progress=self._progress)
 
     async def requests_address(self) -> Address:
         return await self._port.address()
@@ -240,11 +243,17 @@ class FakeEngine:
         if self.ignores(request):
             self._ignored[request.request_id] = asyncio.Event()
             await self._ignored[request.request_id].wait()
-        size = len(self.answer_T)
+        return self._generation(self.answer_T)
+
+    def _progress(self, request_id: str, start: int) -> Generation | None:
+        in_flight = _own_id(request_id) in self._ignored
+        return self._generation(self.sampled[start:]) if in_flight else None
+
+    def _generation(self, tokens: Sequence[int] | IntArray) -> Generation:
         return Generation(
-            self.answer_T,
-            np.full(size, -1.0, np.float32),
-            np.zeros(size, np.int32),
+            np.array(tokens, np.int32),
+            np.full(len(tokens), -1.0 - self.version, np.float32),
+            np.full(len(tokens), self.version, np.int32),
             FinishReason.STOP,
         )
 

@@ -114,6 +114,9 @@ class GenerationRequest:
     seed: int = 0
     priority: int = 0
     """An engine with more requests than it can run begins with the smallest, then the earliest."""
+    sampled: int = 0
+    """Tokens at the end of the prompt that another engine sampled for this response, before it was
+    lost. The random numbers of `seed` go on after theirs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
 import pytest
 
 from agenticrun_workers.inference import client as client_module
+from agenticrun_workers.inference import request_port
 from agenticrun_workers.inference.client import MAX_LOST_ENGINES, GenerationClient, RequestRefused
 from agenticrun_workers.inference.request_port import Address, EngineLoad
 from agenticrun_workers.launch import ActorUnavailable
-from agenticrun_workers.types import GenerationRequest, SamplingParams
+from agenticrun_workers.types import FinishReason, GenerationRequest, SamplingParams
 from rollout_fakes import FakeEngine, Remote
 from waiting import eventually_in_loop
 
@@ -226,3 +228,69 @@ async def test_new_sessions_spread_over_engines_before_any_answers() -> None:
     for engine in engines.values():
         await engine.close()
     await asyncio.sleep(0)  # the loop closes the connections
+
+
+async def test_a_response_goes_on_from_the_tokens_that_came_of_engines_that_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_port, "PROGRESS_SECONDS", 0.01)
+    client = GenerationClient("c")
+    asked = replace(request(), sampling=SamplingParams(10, 0.7), seed=4)
+    running = asyncio.create_task(client.generate(asked))
+    had: list[int] = []
+    for version, sampled in enumerate([[11, 12, 13], [14, 15]]):
+        engine = FakeEngine(ANSWER_T, lambda _: True)
+        engine.version = version
+        client.set_engines({str(version): Remote(engine)})
+        await eventually_in_loop(lambda: bool(engine.requests), 60, "it is asked")
+        expected = replace(
+            asked,
+            prompt_tokens=np.array([1, *had], np.int32),
+            sampling=replace(asked.sampling, max_new_tokens=10 - len(had)),
+            sampled=len(had),
+            session="c/a",
+        )
+        np.testing.assert_equal(asdict(engine.requests[0]), asdict(expected))
+        for token in sampled:
+            engine.sampled.append(token)
+            had.append(token)
+            (waiting,) = client._links[str(version)].in_flight.values()
+            await eventually_in_loop(
+                lambda: [*waiting.begun.tokens_T, *waiting.progress.tokens_T] == had, 60, "it comes"
+            )
+        client.set_engines({})
+        await engine.close()
+    last = FakeEngine(ANSWER_T)
+    last.version = 2
+    client.set_engines({"last": Remote(last)})
+    response = await asyncio.wait_for(running, 20)
+    assert response.tokens_T.tolist() == [11, 12, 13, 14, 15, *ANSWER_T]
+    assert response.versions_T.tolist() == [0, 0, 0, 1, 1, 2]
+    assert response.logprobs_T.tolist() == [-1.0, -1.0, -1.0, -2.0, -2.0, -3.0]
+    assert (response.finish, response.engine) == (FinishReason.STOP, "last")
+    client.set_engines({})
+    await last.close()
+    await asyncio.sleep(0)  # the loop closes the connections
+
+
+async def test_tokens_that_came_of_an_engine_are_in_its_own_answer_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_port, "PROGRESS_SECONDS", 0.01)
+    client = GenerationClient("c")
+    engine = FakeEngine(np.array([7, 8, 9], np.int32), lambda _: True)
+    engine.sampled = [7, 8]
+    client.set_engines({"a": Remote(engine)})
+    running = asyncio.create_task(client.generate(request()))
+    await eventually_in_loop(
+        lambda: any(
+            len(each.progress.tokens_T) == 2 for each in client._links["a"].in_flight.values()
+        ),
+        60,
+        "tokens come",
+    )
+    engine._ignored["a"].set()
+    assert (await asyncio.wait_for(running, 20)).tokens_T.tolist() == [7, 8, 9]
+    client.set_engines({})
+    await engine.close()
+    await asyncio.sleep(0)

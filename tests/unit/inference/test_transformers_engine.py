@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agenticrun_workers.inference import EngineError, InvalidRequest, UnusableModel
+from agenticrun_workers.inference.client import joined
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.pretrained import load_model
@@ -501,3 +504,43 @@ def test_a_failing_step_fails_its_requests_instead_of_hanging_them(
                 await engine.generate(ask("b", prompt(5)))
 
     run(work)
+
+
+async def test_another_engine_goes_on_from_the_tokens_of_one_that_is_lost(folder: Path) -> None:
+    asked = ask("long", prompt(9), 60)
+    async with serving(folder) as lost, serving(folder) as next_one:
+        whole = await next_one.generate(replace(asked, request_id="undisturbed"))
+        running = asyncio.create_task(lost.generate(asked))
+        parts: list[Generation] = []
+        while sum(len(part.tokens_T) for part in parts) < 20:
+            await asyncio.sleep(0.001)
+            if part := lost.progress("long", sum(len(part.tokens_T) for part in parts)):
+                parts.append(part)
+        await lost.abort()
+        await running
+        assert lost.progress("long", 0) is None
+        begun = reduce(joined, parts)
+        sampled = len(begun.tokens_T)
+        rest = await next_one.generate(
+            replace(
+                asked,
+                prompt_tokens=np.concatenate([asked.prompt_tokens, begun.tokens_T]),
+                sampling=replace(asked.sampling, max_new_tokens=60 - sampled),
+                sampled=sampled,
+            )
+        )
+    response = joined(begun, rest)
+    np.testing.assert_array_equal(response.tokens_T, whole.tokens_T)
+    np.testing.assert_allclose(response.logprobs_T, whole.logprobs_T, atol=1e-4)
+
+
+@pytest.mark.parametrize("option", ["batch_invariant", "restart_on_update"])
+async def test_no_engine_goes_on_where_a_response_must_come_from_one(
+    folder: Path, option: str
+) -> None:
+    async with serving(folder, **{option: True}) as engine:
+        running = asyncio.create_task(engine.generate(ask("long", prompt(9), 60)))
+        while not engine.stats().generated_tokens:
+            await asyncio.sleep(0.001)
+        assert engine.progress("long", 0) is None
+        await running

@@ -17,6 +17,7 @@ from agenticrun_workers.inference.engine import (
     EngineStats,
     InferenceEngine,
     InvalidRequest,
+    ReportsProgress,
     SupportsBroadcast,
     UnusableModel,
 )
@@ -54,7 +55,9 @@ class EngineActor:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._port = RequestPort(self._generate, self._abort, current_node().address)
+        self._port = RequestPort(
+            self._generate, self._abort, current_node().address, progress=self._progress
+        )
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._verifier = Verifier()
         self._awake = True
@@ -210,6 +213,12 @@ class EngineActor:
                 # This process will be killed. Only then its clients ask another engine.
                 await asyncio.Event().wait()
             raise
+
+    def _progress(self, request_id: str, start: int) -> Generation | None:
+        engine = getattr(self, "_engine", None)
+        if not isinstance(engine, ReportsProgress):
+            return None
+        return engine.progress(request_id, start)
 
     async def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

@@ -4,7 +4,9 @@ Requests of one tick of the event loop travel in one message (`request_port`). A
 that of two random engines which has fewer tokens to sample. It stays there, because the engine
 caches its prefix, until the engine is full and another one would be sooner, the prefix included.
 When an engine dies or cannot be reached, its requests go to another engine or wait for its
-replacement. Only the responses in flight are lost, because a prompt holds all tokens so far.
+replacement. An engine sends the tokens of long responses from time to time (`Progress`): another
+one goes on from these. Each token keeps its log-prob and its policy version, as it does when new
+weights come in the middle of a response.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+
+from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED
 from agenticrun_workers.inference.request_port import (
     Abort,
     Address,
     Answer,
     EngineLoad,
     Frames,
+    Progress,
     connect,
 )
 from agenticrun_workers.launch import ActorDied, ActorHandle, ActorUnavailable
@@ -54,9 +60,45 @@ class RequestServer(Protocol):
 @dataclass(slots=True, eq=False)
 class _Waiting:
     request: GenerationRequest
+    """As the caller made it."""
     done: asyncio.Future[Generation]
     lost_engines: int = 0
     """Number of engines that died after the request was sent to them."""
+    begun: Generation = ABORTED_UNSAMPLED
+    """Tokens that lost engines sampled."""
+    progress: Generation = ABORTED_UNSAMPLED
+    """Tokens that the engine has sampled so far."""
+
+    def for_an_engine(self) -> GenerationRequest:
+        """Return the request for the next engine: it goes on from the tokens that have come."""
+        self.begun, self.progress = joined(self.begun, self.progress), ABORTED_UNSAMPLED
+        sampled = len(self.begun.tokens_T)
+        if not sampled:
+            return self.request
+        request, sampling = self.request, self.request.sampling
+        return replace(
+            request,
+            prompt_tokens=np.concatenate([request.prompt_tokens, self.begun.tokens_T]),
+            sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - sampled),
+            sampled=request.sampled + sampled,
+        )
+
+    def take(self, progress: Progress) -> None:
+        """Keep tokens of the engine that samples, unless they are of an earlier try."""
+        if progress.start == len(self.progress.tokens_T):
+            self.progress = joined(self.progress, progress.sampled)
+
+
+def joined(first: Generation, then: Generation) -> Generation:
+    """Return one response of two parts."""
+    if not len(first.tokens_T):
+        return then
+    return replace(
+        then,
+        tokens_T=np.concatenate([first.tokens_T, then.tokens_T]),
+        logprobs_T=np.concatenate([first.logprobs_T, then.logprobs_T]),
+        versions_T=np.concatenate([first.versions_T, then.versions_T]),
+    )
 
 
 class _EngineLink:
@@ -79,9 +121,10 @@ class _EngineLink:
 
     def take(self, waiting: _Waiting) -> None:
         """Put a request into the next message to the engine."""
-        self.in_flight[waiting.request.request_id] = waiting
-        self.outgoing.append(waiting.request)
-        self.load = self.load.begun(self.load.expected(waiting.request))
+        request = waiting.for_an_engine()
+        self.in_flight[request.request_id] = waiting
+        self.outgoing.append(request)
+        self.load = self.load.begun(self.load.expected(request))
 
 
 class GenerationClient:
@@ -212,7 +255,7 @@ class GenerationClient:
         First send the requests of an earlier connection again, because the engine has aborted them.
         """
         if link.in_flight:
-            frames.write([waiting.request for waiting in link.in_flight.values()])
+            frames.write([waiting.for_an_engine() for waiting in link.in_flight.values()])
         link.outgoing, link.frames = [], frames
         try:
             while True:
@@ -247,11 +290,16 @@ class GenerationClient:
         link.in_flight, link.outgoing = {}, []
         self._plan_flush()
 
-    def _deliver(self, link: _EngineLink, answer: Answer) -> None:
+    def _deliver(self, link: _EngineLink, answer: Answer | Progress) -> None:
+        if isinstance(answer, Progress):
+            if answer.request_id in link.in_flight:
+                link.in_flight[answer.request_id].take(answer)
+            return
         waiting = link.in_flight.pop(answer.request_id, None)
         if waiting is None or waiting.done.done():
             return
         if answer.generation is None:
             waiting.done.set_exception(RequestRefused(answer.error))
         else:
-            waiting.done.set_result(replace(answer.generation, engine=link.engine_id))
+            whole = joined(waiting.begun, answer.generation)
+            waiting.done.set_result(replace(whole, engine=link.engine_id))

@@ -58,6 +58,19 @@ class Answer:
     error: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Tokens of a request in flight, which its client keeps in case the engine is lost."""
+
+    request_id: str
+    start: int
+    """Number of tokens in earlier messages."""
+    sampled: Generation
+
+
+PROGRESS_SECONDS = 1.0
+"""Time between two messages about a request's tokens. So much of a response is lost at most."""
+
 LAST_RESPONSES = 64
 """Number of responses over which `EngineLoad.response` is a moving average."""
 
@@ -159,6 +172,7 @@ class RequestPort:
             carry the client's name, so those of two clients cannot collide.
         abort: ends these requests; their `generate` returns.
         host: the address that clients can reach.
+        progress: returns the tokens of a request in flight from a number on, if there are any.
     """
 
     def __init__(
@@ -166,9 +180,11 @@ class RequestPort:
         generate: Callable[[GenerationRequest], Awaitable[Generation]],
         abort: Callable[[list[str]], Awaitable[None]],
         host: str = "127.0.0.1",
+        progress: Callable[[str, int], Generation | None] = lambda *_: None,
     ) -> None:
         self.generate = generate
         self.abort = abort
+        self.progress = progress
         self._host = host
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._server: asyncio.Server | None = None
@@ -223,11 +239,13 @@ class RequestPort:
         connection = _Connection(
             self, f"{name}.{next(self._numbers)}/", f"{name}/", Frames(reader, writer)
         )
+        telling = asyncio.create_task(connection.tell_progress(), name=f"progress-{name}")
         try:
             await connection.serve()
         except (OSError, EOFError):
             pass
         finally:
+            telling.cancel()
             writer.close()
             await self.abort_requests(connection.close())
 
@@ -263,7 +281,9 @@ class _Connection:
         self._in_flight: dict[asyncio.Task[None], str] = {}
         """Ids of the requests, from when they are read. The key is the task, because an id may come
         again before the task of an aborted request has ended."""
-        self._answers: list[Answer] = []
+        self._told: dict[asyncio.Task[None], int] = {}
+        """Number of tokens that the client has, by request that was in flight at the last look."""
+        self._answers: list[Answer | Progress] = []
         self._open = True
 
     async def serve(self) -> None:
@@ -286,6 +306,18 @@ class _Connection:
                 self._port.tasks.add(task)
                 task.add_done_callback(self._ended)
 
+    async def tell_progress(self) -> None:
+        """Send the new tokens of long responses from time to time."""
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            for task, told in self._told.items():
+                request_id = self._in_flight[task]
+                sampled = self._port.progress(request_id, told)
+                if sampled is not None:
+                    self._told[task] = told + len(sampled.tokens_T)
+                    self._send(Progress(request_id.removeprefix(self._id_prefix), told, sampled))
+            self._told |= dict.fromkeys(self._in_flight.keys() - self._told.keys(), 0)
+
     def close(self) -> list[str]:
         """Stop sending answers. Returns the ids of the requests still in flight."""
         self._open = False
@@ -293,6 +325,7 @@ class _Connection:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._in_flight[task]
+        self._told.pop(task, None)
         self._port.tasks.discard(task)
 
     async def _answer(self, request_id: str, engine_request: GenerationRequest) -> None:
@@ -305,12 +338,15 @@ class _Connection:
         except Exception as error:  # only this request fails
             answer = Answer(request_id, None, f"{type(error).__name__}: {error}")
         port.load = port.load.ended(expected, answer.generation)
+        self._send(answer)
+
+    def _send(self, message: Answer | Progress) -> None:
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._answers.append(answer)
+        self._answers.append(message)
 
     def _flush(self) -> None:
-        """Send the answers of one tick in one message."""
+        """Send what one tick has to say in one message."""
         answers, self._answers = self._answers, []
         if self._open:
             self._frames.write((answers, self._port.load))

@@ -142,16 +142,21 @@ class RunningRequest:
         self.tokens, self.logprobs, self.versions = [], [], []
         return count
 
+    def sampled_from(self, start: int) -> Generation | None:
+        """Return the tokens from number `start` on; None if there are none."""
+        return self._generation(start, FinishReason.ABORT) if len(self.tokens) > start else None
+
     def finish(self, reason: FinishReason) -> None:
         if not self.done.done():
-            self.done.set_result(
-                Generation(
-                    np.asarray(self.tokens, np.int32),
-                    np.asarray(self.logprobs, np.float32),
-                    np.asarray(self.versions, np.int32),
-                    reason,
-                )
-            )
+            self.done.set_result(self._generation(0, reason))
+
+    def _generation(self, start: int, reason: FinishReason) -> Generation:
+        return Generation(
+            np.asarray(self.tokens[start:], np.int32),
+            np.asarray(self.logprobs[start:], np.float32),
+            np.asarray(self.versions[start:], np.int32),
+            reason,
+        )
 
 
 class Caches(Protocol):
@@ -293,7 +298,9 @@ class Forward:
         ).last_hidden_state
         last_BH = hidden_BQH[torch.arange(len(batch), device=device), (pending_B - 1).to(device)]
         seeds_B = np.array([running.request.seed for running in batch], np.uint64)
-        indices_B = np.array([len(running.tokens) for running in batch], np.uint64)
+        indices_B = np.array(
+            [running.request.sampled + len(running.tokens) for running in batch], np.uint64
+        )
         sampling = [running.request.sampling for running in batch]
         tokens_B, logprobs_B = sample_tokens(
             self._head(last_BH), sampling, uniforms(seeds_B, indices_B)

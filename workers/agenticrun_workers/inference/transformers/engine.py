@@ -117,6 +117,13 @@ class TransformersEngine:
         finally:
             self._waiting.pop(request.request_id, None)
 
+    def progress(self, request_id: str, start: int) -> Generation | None:
+        """See `ReportsProgress`."""
+        running = self._running.get(request_id)
+        if running is None or self._batch_invariant or self._restart_on_update:
+            return None
+        return running.sampled_from(start)
+
     async def abort(self, request_ids: list[str] | None = None) -> None:
         """See `InferenceEngine`."""
         async with self._between_steps:
