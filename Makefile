@@ -116,6 +116,7 @@ drills: setup ## Slow fault drills (tier two of docs/testing.md)
 	@$(PYTHON) tools/stalls.py --every 0.3 $(BIN)/pytest -q --timeout 1800 -n 2 --no-loadscope-reorder tests/unit
 	@$(PYTHON) tools/stalls.py --every 0.6 $(BIN)/pytest -q --timeout 1800 -n 2 --no-loadscope-reorder tests/integration
 	@AGENTICRUN_PROCESS_FAULTS=50 $(BIN)/pytest -q --timeout 3600 tests/integration/driver/test_process_faults.py
+	@AGENTICRUN_ENGINE_FAULTS=50 $(BIN)/pytest -q tests/unit/rollout/test_engine_faults.py
 	@AGENTICRUN_DETERMINISTIC_KILLS=20 $(BIN)/pytest -q tests/integration/local/test_deterministic.py
 	@AGENTICRUN_E2E_OPERATOR_DOWN_SECONDS=300 $(BIN)/pytest -q tests/e2e/test_run.py
 	@AGENTICRUN_E2E_DRILLS=all AGENTICRUN_DRILLS_TABLE=docs/drills.md $(BIN)/pytest -q tests/e2e/test_drills.py

@@ -17,12 +17,10 @@ from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.inference.pool import _death_of
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
-from agenticrun_workers.launch import ActorHandle, liveness
+from agenticrun_workers.launch import ActorHandle, ActorOptions, liveness
+from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import Generation, GenerationRequest, SamplingParams
-from sync_actors import spawn
-from tiny_model import VOCABULARY, plain_logprobs, tiny_model
-from waiting import eventually_in_loop
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -54,13 +52,17 @@ class LongEngine(EngineActor):
         return os.getpid()
 
 
+def spawn(name: str) -> ActorHandle[LongEngine]:
+    return RayLauncher().start(ActorOptions(max_concurrency=100), LongEngine, name)
+
+
 def requests() -> list[GenerationRequest]:
     rng = np.random.default_rng(3)
     return [
         GenerationRequest(
             f"{number}",
             f"{number}",
-            rng.integers(VOCABULARY, size=20).astype(np.int32),
+            rng.integers(5, 31, size=20).astype(np.int32),
             SamplingParams(NEW_TOKENS, 0.8),
             seed=number,
         )
@@ -76,11 +78,14 @@ async def generated(client: GenerationClient) -> list[Generation]:
 async def test_a_response_goes_on_from_the_tokens_it_has_when_its_engine_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: signal.Signals
 ) -> None:
+    # Actors import this module, but cannot import these ones.
+    from tiny_model import plain_logprobs, tiny_model
+    from waiting import eventually_in_loop
+
     monkeypatch.setattr(liveness, "POLL_SECONDS", POLL_SECONDS)
     monkeypatch.setattr(liveness, "FROZEN_POLLS", 4)
     folder = tiny_model(tmp_path / "model")
-    first: ActorHandle[LongEngine] = spawn(LongEngine, "engine-0")
-    second: ActorHandle[LongEngine] = spawn(LongEngine, "engine-1")
+    first, second = spawn("engine-0"), spawn("engine-1")
     pid = await first.call(lambda engine: engine.serve(folder, 3, 0.01))
     await second.call(lambda engine: engine.serve(folder, 4, 0.0))
     client = GenerationClient("c")

@@ -19,7 +19,7 @@ from agenticrun_workers.inference.model_files import (
     shapes_of_file,
     shapes_of_model,
 )
-from agenticrun_workers.types import FinishReason, Generation
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from tiny_model import CONTEXT, VOCABULARY, tiny_model, weight_parts
 
 
@@ -116,9 +116,14 @@ def test_a_tied_output_layer_may_come_or_stay_away(model: Path, tmp_path: Path) 
         given(model, first, second, tied=False)
 
 
+REQUEST = GenerationRequest("a", "a", np.zeros(1, np.int32), SamplingParams(3))
+
+
 @pytest.mark.parametrize(
     ("tokens", "logprobs", "versions", "words"),
     [
+        ([1, 2, 3, 4], 4, [3] * 4, "4 tokens instead of 3"),
+        ([], 0, [], "a response without a token"),
         ([1, VOCABULARY], 2, [3, 3], rf"token ids outside \[0, {VOCABULARY}\)"),
         ([1, -1], 2, [3, 3], "token ids outside"),
         ([1, 2], 1, [3, 3], "2 tokens, 1 log-probs and 2 versions"),
@@ -136,8 +141,20 @@ def test_an_answer_that_no_working_server_gives_is_an_error_of_the_engine(
         FinishReason.STOP,
     )
     with pytest.raises(EngineError, match=words) as caught:
-        limits.check_generation(generation)
+        limits.check_generation(REQUEST, generation)
     assert not isinstance(caught.value, InvalidRequest)
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("inf"), float("-inf")])
+def test_a_log_prob_that_is_no_finite_number_is_an_error_of_the_engine(logprob: float) -> None:
+    generation = Generation(
+        np.array([1, 2], np.int32),
+        np.array([-1.0, logprob], np.float32),
+        np.zeros(2, np.int32),
+        FinishReason.STOP,
+    )
+    with pytest.raises(EngineError, match="log-probs that are not finite"):
+        RequestLimits(VOCABULARY, CONTEXT).check_generation(REQUEST, generation)
 
 
 def test_good_and_empty_answers_pass() -> None:
@@ -148,5 +165,5 @@ def test_good_and_empty_answers_pass() -> None:
         np.array([0, 1], np.int32),
         FinishReason.LENGTH,
     )
-    assert limits.check_generation(good) is good
-    assert limits.check_generation(ABORTED_UNSAMPLED) is ABORTED_UNSAMPLED
+    assert limits.check_generation(REQUEST, good) is good
+    assert limits.check_generation(REQUEST, ABORTED_UNSAMPLED) is ABORTED_UNSAMPLED

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_workers.errors import InvalidConfig
@@ -28,6 +29,9 @@ from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.types import Generation, GenerationRequest
 from agenticrun_workers.weights.buckets import TORCH_NAMES, CorruptBucket, TensorSpec, Verifier
+
+if TYPE_CHECKING:
+    from agenticrun_workers.inference.model_files import RequestLimits
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +64,10 @@ class EngineActor:
         )
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._verifier = Verifier()
+        self._closing = asyncio.Event()
         self._awake = True
+        self._limits: RequestLimits | None = None
+        """None until `start`."""
         self._waiting: dict[str, asyncio.Event] = {}
         """Requests that arrived while the engine sleeps, by id. `_abort` removes a request before
         it sets the event."""
@@ -74,6 +81,7 @@ class EngineActor:
     async def close(self) -> None:
         """Stop the engine. Needed only where the actor is not a process of its own."""
         await self._port.close()
+        self._closing.set()
         if self._watcher is not None:
             self._watcher.cancel()
         if hasattr(self, "_engine"):
@@ -109,6 +117,7 @@ class EngineActor:
             InvalidConfig: the engine cannot start with this model or these options.
         """
         from agenticrun_workers.inference.builder import build_engine
+        from agenticrun_workers.inference.model_files import RequestLimits
 
         logs = log_folder()
         with source.folder() as folder:
@@ -117,6 +126,7 @@ class EngineActor:
             )
             try:
                 await self._engine.start()
+                self._limits = RequestLimits.of_model(Path(folder), pipeline.sequence_length)
             except UnusableModel as error:
                 raise InvalidConfig("spec.model.path", str(error)) from error
             except EngineStartError as error:
@@ -206,19 +216,32 @@ class EngineActor:
         self._sampling.add(task)
         task.add_done_callback(self._sampling.discard)
         try:
-            return await self._engine.generate(request)
+            return self._checked(request, await self._engine.generate(request))
         except Exception as error:
             self._record_failure(error)
             if self._broken.done():
                 # This process will be killed. Only then its clients ask another engine.
-                await asyncio.Event().wait()
+                await self._closing.wait()
             raise
 
     def _progress(self, request_id: str, start: int) -> Generation | None:
         engine = getattr(self, "_engine", None)
-        if not isinstance(engine, ReportsProgress):
+        sampled = (
+            engine.progress(request_id, start) if isinstance(engine, ReportsProgress) else None
+        )
+        if sampled is None or self._limits is None:
+            return sampled
+        try:
+            return self._limits.check_tokens(sampled)
+        except EngineError as error:
+            self._record_failure(error)
             return None
-        return engine.progress(request_id, start)
+
+    def _checked(self, request: GenerationRequest, generation: Generation) -> Generation:
+        """Return what the engine sampled. Raises `EngineError` if a trainer must not see it."""
+        if self._limits is None:
+            return generation
+        return self._limits.check_generation(request, generation)
 
     async def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

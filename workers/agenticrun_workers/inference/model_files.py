@@ -3,6 +3,7 @@
 Servers do not protect themselves: some end at a token id outside the vocabulary, others cut a
 prompt that does not fit, and a wrong weights file half-way leaves them without weights. Engines
 therefore check requests (`RequestLimits`) and files (`UpdateCheck`) before the server sees them.
+The engine's actor checks what comes back: a trainer never sees what no model has sampled.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from agenticrun_workers.inference.engine import (
     EngineError,
     EngineStartError,
     InvalidRequest,
     UnusableModel,
 )
-from agenticrun_workers.types import Generation, GenerationRequest
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 
 Shapes = Mapping[str, tuple[int, ...]]
 HEADER_LIMIT = 100 * 2**20
@@ -78,21 +81,32 @@ class RequestLimits:
                 f"{len(ids_T)} prompt tokens and {new} new ones do not fit into {self.max_length}"
             )
 
-    def check_generation(self, generation: Generation) -> Generation:
-        """Return a server's generation. Raises `EngineError` if no working engine returns it."""
+    def check_generation(self, request: GenerationRequest, generation: Generation) -> Generation:
+        """Return an engine's generation. Raises `EngineError` if no working engine returns it."""
+        sampled, new = len(generation.tokens_T), request.sampling.max_new_tokens
+        if sampled > new:
+            raise EngineError(f"the engine returned {sampled} tokens instead of {new}")
+        if not sampled and generation.finish is not FinishReason.ABORT:
+            raise EngineError("the engine returned a response without a token")
+        return self.check_tokens(generation)
+
+    def check_tokens(self, generation: Generation) -> Generation:
+        """Return a part of a generation. Raises `EngineError` as `check_generation`."""
         tokens_T = generation.tokens_T
         if not len(tokens_T) == len(generation.logprobs_T) == len(generation.versions_T):
             raise EngineError(
-                f"the server returned {len(tokens_T)} tokens, {len(generation.logprobs_T)} "
+                f"the engine returned {len(tokens_T)} tokens, {len(generation.logprobs_T)} "
                 f"log-probs and {len(generation.versions_T)} versions"
             )
         if (generation.versions_T < 0).any():
-            raise EngineError("the server returned tokens without a version")
+            raise EngineError("the engine returned tokens without a version")
         if len(tokens_T) and not 0 <= int(tokens_T.min()) <= int(tokens_T.max()) < self.vocabulary:
             raise EngineError(
-                f"the server returned token ids outside [0, {self.vocabulary}): "
+                f"the engine returned token ids outside [0, {self.vocabulary}): "
                 f"{int(tokens_T.min())}..{int(tokens_T.max())}"
             )
+        if not np.isfinite(generation.logprobs_T).all():
+            raise EngineError("the engine returned log-probs that are not finite numbers")
         return generation
 
 

@@ -202,13 +202,13 @@ class EnginePool:
         del self.engines[engine_id], self._receivers[engine_id]
         await self._on_change(dict(self.engines))
         try:
-            await self._replace(engine_id, slot)
+            await self._replace(engine_id, slot, death.result())
         except Exception as error:  # an engine that cannot be replaced ends the attempt
             if not self.failure.done():
                 self.failure.set_exception(error)
 
-    async def _replace(self, engine_id: str, slot: int) -> None:
-        """Add another engine, also if the first ones die before they serve.
+    async def _replace(self, engine_id: str, slot: int, death: Exception) -> None:
+        """Add another engine for one that died, also if the first ones die before they serve.
 
         Raises:
             RolloutFailed: too many engines died in a row.
@@ -216,7 +216,9 @@ class EnginePool:
         while True:
             self._deaths += 1
             if self._deaths >= MAX_DEATHS:
-                raise RolloutFailed(f"{self._deaths} engines died in a row")
+                raise RolloutFailed(
+                    f"{self._deaths} engines died in a row. The last one, {engine_id}: {death}"
+                )
             while not self._awake.is_set():
                 await self._awake.wait()
             replacing = asyncio.create_task(self._add(slot), name=f"replace-{engine_id}")
@@ -226,6 +228,7 @@ class EnginePool:
                 return await replacing
             except ActorDied as error:
                 log.warning("the replacement of %s died before it served: %s", engine_id, error)
+                death = error
 
 
 async def _stats_of(engine: ActorHandle[EngineActor]) -> EngineStats:

@@ -341,7 +341,7 @@ class SglangEngine:
             task.add_done_callback(self._background.discard)
             raise
         with readable_answer():
-            generation = self._limits.check_generation(read_generation(request, answer))
+            generation = read_generation(request, answer)
             self._prompted += computed_prompt_tokens(answer)
         self._generated += len(generation.tokens_T)
         if generation.finish is FinishReason.ABORT:

@@ -276,7 +276,7 @@ class VllmEngine:
             self._sent += 1
             answer = await self._http.post(GENERATE, to_vllm(flight.request, flight.server_id))
             with readable_answer():
-                generation = self._limits.check_generation(from_vllm(answer))
+                generation = from_vllm(answer)
             self._prompted += len(flight.request.prompt_tokens)
             self._generated += len(generation.tokens_T)
             if generation.finish is FinishReason.ABORT:

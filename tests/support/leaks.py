@@ -1,0 +1,73 @@
+"""Find what a test leaves behind: asyncio tasks, threads, open files and Ray references."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from waiting import eventually_in_loop
+
+EXECUTOR = "asyncio_"
+"""Names of the threads of the event loop's own executor, which it keeps until it is closed."""
+
+
+def _open_files() -> list[str]:
+    """What the file descriptors of this process are, with numbers left out."""
+    files = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            files.append(os.readlink(descriptor))
+    return files
+
+
+def _left(tasks: set[object], threads: set[int | None], files: int, references: int) -> list[str]:
+    gc.collect()
+    left = [repr(task) for task in asyncio.all_tasks() if task not in tasks]
+    left += [
+        repr(each)
+        for each in threading.enumerate()
+        if each.ident not in threads and not each.name.startswith(EXECUTOR)
+    ]
+    if len(now := _open_files()) > files:
+        left.append(f"{len(now) - files} more open files: {sorted(now)}")
+    if (held := _references()) > references:
+        left.append(f"{held - references} more Ray references")
+    return left
+
+
+def _references() -> int:
+    if not ray.is_initialized():
+        return 0
+    worker: Any = ray._private.worker.global_worker
+    return len(worker.core_worker.get_all_reference_counts())
+
+
+@asynccontextmanager
+async def nothing_left_behind(seconds: float = 20) -> AsyncIterator[None]:
+    """Fail if the `with` block leaves more tasks, threads, files or Ray references than it found.
+
+    What is just ending has some seconds to end.
+    """
+    gc.collect()
+    tasks: set[object] = set(asyncio.all_tasks())
+    threads = {each.ident for each in threading.enumerate()}
+    files, references = len(_open_files()), _references()
+    yield
+    left: list[str] = []
+
+    def clean() -> bool:
+        left[:] = _left(tasks, threads, files, references)
+        return not left
+
+    try:
+        await eventually_in_loop(clean, seconds, "nothing is left behind")
+    except AssertionError as error:
+        raise AssertionError(f"left behind: {left}") from error

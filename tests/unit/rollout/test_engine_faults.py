@@ -1,0 +1,293 @@
+"""Engines fail in every way while a run plays: it goes on, and no trainer sees what is garbage.
+
+`make drills` sets AGENTICRUN_ENGINE_FAULTS to the number of repetitions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agenticrun_api import Pipeline, Role
+from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.envs import FrozenLake
+from agenticrun_workers.inference import EngineError
+from agenticrun_workers.inference import actor as actor_module
+from agenticrun_workers.inference.actor import EngineActor
+from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED, EngineStats
+from agenticrun_workers.inference.model_files import RequestLimits
+from agenticrun_workers.inference.pool import EnginePool
+from agenticrun_workers.launch import Node
+from agenticrun_workers.launch.launcher import shared_node
+from agenticrun_workers.models.source import TokenizerSource
+from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
+from agenticrun_workers.placement import Placement
+from agenticrun_workers.rollout.controller import Batch, RolloutController, RolloutPosition
+from agenticrun_workers.rollout.env_pool import EnvPool
+from agenticrun_workers.rollout.env_worker import EnvWorker
+from agenticrun_workers.rollout.gate import StalenessGate
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan
+from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
+from agenticrun_workers.serialization import unpack
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
+from leaks import nothing_left_behind
+from rollout_fakes import Remote
+
+REPETITIONS = int(os.environ.get("AGENTICRUN_ENGINE_FAULTS", "3"))
+LAKE = FrozenLake()
+TOKENIZER = build_task_tokenizer(
+    [*LAKE.vocabulary(), *words_of(LAKE.instruction), *map(str, range(10))], 512
+)
+VOCABULARY = len(TOKENIZER)
+STEPS, GROUPS, GROUP_SIZE = 8, 4, 4
+
+FAULTS = {
+    "errors": "CUDA error: an illegal memory access",
+    "ids outside the vocabulary": "token ids outside",
+    "negative ids": "token ids outside",
+    "NaN": "log-probs that are not finite",
+    "no log-probs": "0 log-probs",
+    "too long": "tokens instead of",
+    "empty": "without a token",
+    "nothing": "does not answer",
+    "slow": "",
+}
+"""What the log says about an engine with this fault; a slow one is not replaced."""
+
+
+class Model:
+    """An engine that moves in random directions, until it falls ill."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        chat = ChatFormat(TOKENIZER)
+        self._answers = [chat.answer(move) for move in ("Up", "Down", "Left", "Right")]
+        self._in_flight: dict[str, asyncio.Event] = {}
+        self.fault = ""
+        self.version = 0
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """See `InferenceEngine`."""
+        aborted = self._in_flight[request.request_id] = asyncio.Event()
+        tokens_T = self._rng.choice(self._answers)
+        seconds = len(tokens_T) * 0.3 if self.fault == "slow" else self._rng.uniform(0, 0.02)
+        try:
+            async with asyncio.timeout(None if self.fault == "nothing" else seconds):
+                await aborted.wait()
+            return ABORTED_UNSAMPLED
+        except TimeoutError:
+            return self._made(tokens_T)
+        finally:
+            del self._in_flight[request.request_id]
+
+    def _made(self, tokens_T: Any) -> Generation:
+        size = len(tokens_T)
+        good = Generation(
+            tokens_T,
+            np.full(size, -1.0, np.float32),
+            np.full(size, self.version, np.int32),
+            FinishReason.STOP,
+        )
+        match self.fault:
+            case "errors":
+                raise EngineError(FAULTS["errors"])
+            case "ids outside the vocabulary":
+                return replace(good, tokens_T=tokens_T + VOCABULARY)
+            case "negative ids":
+                return replace(good, tokens_T=-tokens_T - 1)
+            case "NaN":
+                return replace(good, logprobs_T=good.logprobs_T * np.nan)
+            case "no log-probs":
+                return replace(good, logprobs_T=good.logprobs_T[:0])
+            case "too long":
+                return Generation(
+                    np.repeat(tokens_T, 99),
+                    np.repeat(good.logprobs_T, 99),
+                    np.repeat(good.versions_T, 99),
+                    FinishReason.STOP,
+                )
+            case "empty":
+                return replace(ABORTED_UNSAMPLED, finish=FinishReason.STOP)
+        return good
+
+    async def abort(self, request_ids: list[str] | None = None) -> None:
+        """See `InferenceEngine`."""
+        for request_id in [*self._in_flight] if request_ids is None else request_ids:
+            if request_id in self._in_flight:
+                self._in_flight[request_id].set()
+
+    async def check_health(self) -> None:
+        """See `InferenceEngine`."""
+        if self.fault == "nothing":
+            raise EngineError("the server does not answer")
+
+    def stats(self) -> EngineStats:
+        """See `InferenceEngine`."""
+        return EngineStats(self.version, len(self._in_flight), 0, 0, 0, 0.0)
+
+    async def stop(self) -> None:
+        """See `InferenceEngine`."""
+        await self.abort()
+
+
+class Actor(EngineActor):
+    """The real actor on a fake model."""
+
+    async def placement(self) -> Placement:
+        return Placement(self._name, Role.INFERENCE, "node", "pod", 1)
+
+    def serve(self, model: Model) -> None:
+        self._engine = model  # type: ignore[assignment]
+        self._limits = RequestLimits(VOCABULARY, 512)
+        self._watcher = asyncio.create_task(self._watch(), name="engine-health")
+
+
+class World:
+    """A run with real pools, workers and controller, on fake models."""
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self.rng = rng
+        self.models: dict[str, Model] = {}
+        self.trained: list[int] = []
+        self.rerolled = 0
+        self._folder = folder
+        self._actors: list[tuple[Actor, Remote]] = []
+        self._store = TrajectoryStore()
+        self._stores = [Remote(self._store)]
+        self._version = 0
+        self.env_pool = EnvPool(self._env_worker, 2)
+        self.engine_pool = EnginePool(self._engine, 2, self._changed)
+
+    async def _changed(self, engines: Any) -> None:
+        await self.env_pool.set_endpoints(engines, self._stores)
+
+    async def _engine(self, name: str, _: int) -> Any:
+        actor, model = Actor(name), Model(self.rng)
+        model.version = self._version
+        actor.serve(model)
+        self.models[name] = model
+        handle = Remote(actor)
+        self._actors.append((actor, handle))
+        return handle
+
+    async def _env_worker(self) -> Any:
+        worker = EnvWorker(f"w{self.rng.random()}", PIPELINE)
+        await worker.describe()
+        await worker.setup(TokenizerSource(str(self._folder)))
+        return Remote(worker)
+
+    async def _discard(self, results: list[EpisodeResult]) -> None:
+        await self._store.discard([result.key for result in results])
+
+    async def start(self) -> None:
+        await asyncio.gather(self.env_pool.start(), self.engine_pool.start())
+
+    async def close(self) -> None:
+        await self.engine_pool.stop()
+        await self.env_pool.set_endpoints({}, self._stores)
+        await self.env_pool.stop()
+        for worker in self.env_pool._workers:
+            for task in worker.handle._target._tasks:  # type: ignore[attr-defined]
+                task.cancel()
+        for actor, _ in self._actors:
+            await actor.close()
+
+    async def train(self, faults: list[str]) -> RolloutPosition:
+        """Train all steps; one fault begins at a random moment of each of the first steps."""
+        controller = RolloutController(
+            self.env_pool,
+            StalenessGate.resumed(GROUPS, 2 * GROUPS, 1, 0),
+            GroupPlan.of(PIPELINE),
+            discard=self._discard,
+            position=RolloutPosition(),
+        )
+        for version in range(STEPS):
+            self._version = version
+            for model in self.models.values():
+                model.version = version
+            controller.advance(version, version)
+            striking = asyncio.create_task(self._strike(faults[version : version + 1]))
+            batch = await asyncio.wait_for(controller.batch(), 60)
+            await self._check(batch)
+            await striking
+        position = controller.position
+        await controller.stop()
+        return position
+
+    async def _strike(self, faults: list[str]) -> None:
+        for fault in faults:
+            await asyncio.sleep(self.rng.uniform(0, 0.1))
+            healthy = [name for name in self.engine_pool.engines if not self.models[name].fault]
+            if healthy:
+                self.models[self.rng.choice(healthy)].fault = fault
+
+    async def _check(self, batch: Batch) -> None:
+        self.trained += [group.group for group in batch.groups]
+        self.rerolled += batch.counts.rerolled
+        keys = [result.key for result in batch.results]
+        for trajectory in unpack(await self._store.get(keys)):
+            assert trajectory.turns
+            for turn in trajectory.turns:
+                size = len(turn.response_T)
+                assert 0 < size == len(turn.logprobs_T) == len(turn.versions_T)
+                assert 0 <= turn.response_T.min() <= turn.response_T.max() < VOCABULARY
+                assert (turn.logprobs_T == -1.0).all()
+        assert {result.stop_reason for result in batch.results} <= {
+            StopReason.COMPLETED,
+            StopReason.MAX_TURNS,
+        }
+        await self._discard(batch.results)
+
+
+PIPELINE = Pipeline.model_validate(
+    {
+        "maxSteps": STEPS,
+        "rolloutBatchSize": GROUPS * GROUP_SIZE,
+        "sequenceLength": 512,
+        "evalSteps": 0,
+        "envs": [{"tag": "A", "type": "frozen_lake", "maxSteps": 5, "maxTokensPerStep": 4}],
+        "trainEnvs": {"groups": GROUPS, "groupSize": GROUP_SIZE, "tags": ["A"]},
+    }
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(actor_module, "POLL_SECONDS", 0.05)
+    shared_node.set(Node("here", "127.0.0.1"))
+    TOKENIZER.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("repetition", range(REPETITIONS))
+async def test_faults_of_engines_cost_no_episode_and_leave_nothing_behind(
+    folder: Path, repetition: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    rng = random.Random(seed)
+    faults = rng.sample(list(FAULTS), 3)
+    async with nothing_left_behind():
+        world = World(folder, rng)
+        await world.start()
+        position = await world.train(faults)
+        await world.close()
+    told = f"seed {seed}: {faults}"
+    numbers = Counter([*world.trained, *position.pending_groups])
+    assert numbers == Counter(range(position.next_group)), told
+    assert world.rerolled == 0, told
+    for name, model in world.models.items():
+        if model.fault and model.fault != "slow" and name not in world.engine_pool.engines:
+            assert any(
+                f"{name} died and is replaced" in message and FAULTS[model.fault] in message
+                for message in caplog.messages
+            ), (told, name, model.fault, caplog.messages)
+    struck = [model.fault for model in world.models.values() if model.fault]
+    assert struck, told
