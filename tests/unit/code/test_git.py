@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,108 +14,34 @@ from agenticrun_api.names import ENV_CODE
 from agenticrun_api.spec import CodeSpec, GitCode
 from agenticrun_workers.code import CodeError, bring, git
 from agenticrun_workers.code.git import fetch
+from git_server import GitServer, call_git, commit, serving
 
+LAKE = "envs/lake.py"
 TOKEN = "s3cr3t-t0ken"
-
-
-class Server(ThreadingHTTPServer):
-    """Serves the repositories of a folder through `git http-backend`."""
-
-    token: str | None = None
-    """The password that it asks for."""
-    folder: Path
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/mine"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        given = self.headers.get("Authorization", "")
-        asked = f"Basic {base64.b64encode(f'me:{self.server.token}'.encode()).decode()}"
-        if self.server.token and given != asked:
-            self.send_response(401)
-            self.send_header("WWW-Authenticate", 'Basic realm="git"')
-            self.end_headers()
-            return
-        path, _, query = self.path.partition("?")
-        done = subprocess.run(
-            ["git", "http-backend"],
-            input=self.rfile.read(int(self.headers.get("Content-Length", 0))),
-            env={
-                **os.environ,
-                "GIT_PROJECT_ROOT": str(self.server.folder),
-                "GIT_HTTP_EXPORT_ALL": "1",
-                "PATH_INFO": path,
-                "QUERY_STRING": query,
-                "REQUEST_METHOD": self.command,
-                "CONTENT_TYPE": self.headers.get("Content-Type", ""),
-                "HTTP_CONTENT_ENCODING": self.headers.get("Content-Encoding", ""),
-                "GIT_PROTOCOL": self.headers.get("Git-Protocol", ""),
-            },
-            capture_output=True,
-            check=False,  # it answers what it refuses, and fails
-        )
-        head, _, body = done.stdout.partition(b"\r\n\r\n")
-        fields = dict(line.split(": ", 1) for line in head.decode().split("\r\n"))
-        self.send_response(int(fields.pop("Status", "200").split()[0]))
-        for name, value in fields.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_POST = do_GET
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
-
-
-def commit(repository: Path, **files: str) -> str:
-    """Commit files, `module` as envs/module.py, and return the commit."""
-
-    def call(*words: str) -> str:
-        who = ("-c", "user.name=me", "-c", "user.email=me@example.com")
-        command = ["git", "-C", str(repository), *who, *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    if not (repository / ".git").exists():
-        (repository / "envs").mkdir(parents=True)
-        call("init", "--quiet", "--initial-branch=main")
-    for name, text in files.items():
-        (repository / "envs" / f"{name}.py").write_text(text)
-    call("add", ".")
-    call("commit", "--quiet", "--message=change")
-    return call("rev-parse", "HEAD")
-
-
-def tag(repository: Path, kind: str, name: str) -> None:
-    subprocess.run(["git", "-C", str(repository), kind, name], check=True)
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with two commits on main, tag v1 and branch old at the first."""
+    """A repository with two commits on main, tag v1 and branch old/one at the first."""
     made = tmp_path / "repositories" / "mine"
-    commit(made, lake="VERSION = 1\n")
-    tag(made, "tag", "v1")
-    tag(made, "branch", "old/one")
-    commit(made, lake="VERSION = 2\n")
+    commit(made, {LAKE: "VERSION = 1\n"})
+    call_git(made, "tag", "v1")
+    call_git(made, "branch", "old/one")
+    commit(made, {LAKE: "VERSION = 2\n"})
     return made
 
 
 @pytest.fixture
-def server(repository: Path) -> Iterator[Server]:
-    made = Server(("127.0.0.1", 0), _Handler)
-    made.folder = repository.parent
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+def server(repository: Path) -> Iterator[GitServer]:
+    made = GitServer(repository.parent)
+    with serving(made):
+        yield made
+
+
+@pytest.fixture
+def url(server: GitServer) -> str:
+    """The address of the repository."""
+    return f"{server.url}/mine"
 
 
 @pytest.fixture
@@ -139,9 +63,9 @@ def secret(tmp_path: Path) -> Path:
     ("ref", "version"), [("HEAD", 2), ("main", 2), ("v1", 1), ("old/one", 1), ("refs/tags/v1", 1)]
 )
 def test_a_branch_or_tag_is_fetched_without_history(
-    server: Server, into: Path, secret: Path, ref: str, version: int
+    url: str, into: Path, secret: Path, ref: str, version: int
 ) -> None:
-    fetch(GitCode(url=server.url, ref=ref), into, secret)
+    fetch(GitCode(url=url, ref=ref), into, secret)
     assert (into / "envs/lake.py").read_text() == f"VERSION = {version}\n"
     log = subprocess.run(
         ["git", "-C", str(into), "log", "--oneline"], capture_output=True, check=True
@@ -150,24 +74,24 @@ def test_a_branch_or_tag_is_fetched_without_history(
 
 
 def test_a_commit_is_fetched_that_no_branch_points_to(
-    server: Server, repository: Path, into: Path, secret: Path
+    url: str, repository: Path, into: Path, secret: Path
 ) -> None:
-    middle = commit(repository, lake="VERSION = 3\n")
-    commit(repository, lake="VERSION = 4\n")
-    fetched = fetch(GitCode(url=server.url, ref=middle, path="envs"), into, secret)
+    middle = commit(repository, {LAKE: "VERSION = 3\n"})
+    commit(repository, {LAKE: "VERSION = 4\n"})
+    fetched = fetch(GitCode(url=url, ref=middle, path="envs"), into, secret)
     assert fetched == middle
     assert (into / "envs/lake.py").read_text() == "VERSION = 3\n"
 
 
 def test_a_second_try_replaces_what_the_first_has_left(
-    server: Server, repository: Path, into: Path, secret: Path
+    url: str, repository: Path, into: Path, secret: Path
 ) -> None:
-    fetch(GitCode(url=server.url), into, secret)
+    fetch(GitCode(url=url), into, secret)
     (into / "stale").mkdir()
     (into / "stale" / "file").write_text("")
     (repository / "envs/lake.py").unlink()
-    commit(repository, pond="")
-    fetch(GitCode(url=server.url), into, secret)
+    commit(repository, {"envs/pond.py": ""})
+    fetch(GitCode(url=url), into, secret)
     assert sorted(path.name for path in into.iterdir()) == [".git", "envs"]
     assert [path.name for path in (into / "envs").iterdir()] == ["pond.py"]
 
@@ -182,13 +106,13 @@ def test_a_second_try_replaces_what_the_first_has_left(
     ],
 )
 def test_a_failure_says_what_to_do(
-    server: Server, into: Path, secret: Path, change: dict[str, str], message: str
+    url: str, into: Path, secret: Path, change: dict[str, str], message: str
 ) -> None:
     fields = {"url": "URL", **change}
-    fields["url"] = fields["url"].replace("URL", server.url)
+    fields["url"] = fields["url"].replace("URL", url)
     with pytest.raises(CodeError) as caught:
         fetch(GitCode(**fields), into, secret)
-    assert str(caught.value).startswith(message.replace("URL", server.url))
+    assert str(caught.value).startswith(message.replace("URL", url))
 
 
 def test_a_server_that_never_answers_is_given_up(
@@ -203,12 +127,12 @@ def test_a_server_that_never_answers_is_given_up(
 
 
 def test_a_private_repository_needs_the_password_of_its_secret(
-    server: Server, into: Path, secret: Path
+    server: GitServer, url: str, into: Path, secret: Path
 ) -> None:
-    server.token = TOKEN
+    server.password = TOKEN
     with pytest.raises(CodeError, match="private or does not exist: set secretName"):
-        fetch(GitCode(url=server.url), into, secret)
-    private = GitCode(url=server.url, secret_name="mine")
+        fetch(GitCode(url=url), into, secret)
+    private = GitCode(url=url, secret_name="mine")
     with pytest.raises(CodeError, match=r"Secret mine .* does not exist or has no key password"):
         fetch(private, into, secret)
     (secret / "username").write_text("me\n")
@@ -222,12 +146,14 @@ def test_a_private_repository_needs_the_password_of_its_secret(
     assert TOKEN.encode() not in written
 
 
-def test_no_other_host_gets_the_password(server: Server, into: Path, secret: Path) -> None:
-    server.token = TOKEN
+def test_no_other_host_gets_the_password(
+    server: GitServer, url: str, into: Path, secret: Path
+) -> None:
+    server.password = TOKEN
     (secret / "username").write_text("me")
     (secret / "password").write_text(TOKEN)
     options, _ = git._access(GitCode(url="https://other.example/mine", secret_name="mine"), secret)
-    command = ["git", *options, "ls-remote", server.url]
+    command = ["git", *options, "ls-remote", url]
     done = subprocess.run(
         command,
         env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},

@@ -6,8 +6,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import threading
-import zipfile
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +16,8 @@ import pytest
 from agenticrun_api.spec import PipCode
 from agenticrun_workers.code import CodeError
 from agenticrun_workers.code.packages import install
+from git_server import serving
+from wheels import wheel
 
 NO_CACHE = Path("/nowhere")
 
@@ -35,25 +35,6 @@ REQUESTS: list[str] = []
 """Paths that the index was asked for."""
 
 
-def wheel(index: Path, name: str, version: str, *needs: str) -> Path:
-    """Add a pure package to a folder that is served as a package index."""
-    folder = index / name.replace("_", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{version}-py3-none-any.whl"
-    info = f"{name}-{version}.dist-info"
-    required = "".join(f"Requires-Dist: {need}\n" for need in needs)
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr(f"{name}.py", f"VERSION = {version!r}\n")
-        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{required}"
-        file.writestr(f"{info}/METADATA", metadata)
-        file.writestr(
-            f"{info}/WHEEL",
-            "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        file.writestr(f"{info}/RECORD", "")
-    return path
-
-
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
     """The folder of a package index, and its address."""
@@ -65,13 +46,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
     folder.mkdir()
     handler = partial(_Handler, directory=str(folder))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
     REQUESTS.clear()
-    yield folder, f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(server):
+        yield folder, f"http://127.0.0.1:{server.server_port}/"
 
 
 @pytest.fixture

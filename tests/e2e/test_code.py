@@ -1,0 +1,240 @@
+"""Code from a ConfigMap of `agenticrun package` and from a Git repository, with packages; and code
+that does not arrive.
+
+A pod serves the repository, which asks for a password, and the package index.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agenticrun_api import Role
+from git_server import USER, commit
+from installation import Images
+from lake import Pods, small_lake
+from testcluster import Cluster
+from waiting import eventually
+from watching import Watch
+from wheels import wheel
+
+SITE = "code-site"
+PASSWORD = "s3cr3t-t0ken"
+SUPPORT = Path(__file__).parents[1] / "support"
+GIT_URL = f"http://{SITE}:8000/mine"
+INDEX_URL = f"http://{SITE}:8001/"
+PACKAGE = "iniconfig"
+"""A package that this machine has, as `agenticrun package` asks, and the worker image has not. The
+index has another one of this name."""
+SEEN_SECONDS = 60
+
+OWN_LAKE = f"""
+import {PACKAGE}
+from agenticrun_workers.envs import FrozenLake
+from sizes import SIZE
+
+
+class OwnLake(FrozenLake):
+    def __init__(self):
+        super().__init__(size=SIZE)
+"""
+FILES = {
+    "own_lake.py": OWN_LAKE,
+    "sizes.py": "SIZE = 4\n",
+    "requirements.txt": f"{PACKAGE}==99.1\n",
+}
+
+
+@pytest.fixture
+def site(runs: Cluster, images: Images, tmp_path: Path) -> Iterator[None]:
+    """A pod with a private repository and a package index."""
+    commit(tmp_path / "mine", {f"envs/{name}": text for name, text in FILES.items()})
+    subprocess.run(["git", "-C", str(tmp_path / "mine"), "tag", "v1"], check=True)
+    bundle = tmp_path / "bundle"
+    subprocess.run(
+        ["git", "-C", str(tmp_path / "mine"), "bundle", "create", "-q", str(bundle), "--all"],
+        check=True,
+    )
+    package = wheel(tmp_path / "index", PACKAGE, "99.1")
+    files = {"bundle": bundle.read_bytes(), package.name: package.read_bytes()}
+    files["git_server.py"] = (SUPPORT / "git_server.py").read_bytes()
+    config: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": SITE},
+        "binaryData": {name: base64.b64encode(data).decode() for name, data in files.items()},
+    }
+    program = (
+        f"mkdir -p index/{PACKAGE} && cp /site/*.whl index/{PACKAGE}/ && "
+        "git clone -q --mirror /site/bundle repositories/mine && "
+        "(python -m http.server 8001 --directory index &) && "
+        f"exec python /site/git_server.py repositories 8000 {PASSWORD}"
+    )
+    container = {
+        "name": SITE,
+        "image": images.worker,
+        "workingDir": "/tmp",
+        "command": ["sh", "-c", program],
+        "volumeMounts": [{"name": "site", "mountPath": "/site"}],
+        "readinessProbe": {"tcpSocket": {"port": 8000}, "periodSeconds": 1},
+    }
+    pod: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": SITE, "labels": {"app": SITE}},
+        "spec": {
+            "terminationGracePeriodSeconds": 0,
+            "containers": [container],
+            "volumes": [{"name": "site", "configMap": {"name": SITE}}],
+        },
+    }
+    ports = [{"name": f"port-{port}", "port": port} for port in (8000, 8001)]
+    service: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": SITE},
+        "spec": {"selector": {"app": SITE}, "ports": ports},
+    }
+    made: tuple[dict[str, Any], ...] = (
+        config,
+        pod,
+        service,
+        secret("right", PASSWORD),
+        secret("wrong", "guessed"),
+    )
+    runs.apply(*made)
+    try:
+        runs.kubectl("wait", "--for=condition=Ready", f"pod/{SITE}", "--timeout=120s")
+        yield
+    finally:
+        for item in made:
+            runs.kubectl("delete", item["kind"], item["metadata"]["name"])
+
+
+def secret(name: str, password: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name},
+        "type": "kubernetes.io/basic-auth",
+        "stringData": {"username": USER, "password": password},
+    }
+
+
+def own_lake(name: str, code: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a run of one step on an environment of `FILES`."""
+    document = small_lake(name, max_steps=1, save_steps=0, checkpoint={"none": True})
+    document["spec"]["pipeline"]["envs"][0] |= {"type": "own_lake:OwnLake", "config": {}}
+    document["spec"] |= {"code": code} if code else {}
+    return document
+
+
+def packaged(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the ConfigMap of `agenticrun package`, and the run with the line that it prints."""
+    folder.mkdir()
+    for path, text in FILES.items():
+        (folder / path).write_text(text)
+    run = own_lake(name)
+    (folder / "agenticrun.yaml").write_text(yaml.safe_dump(run))
+    done = subprocess.run(
+        [*(sys.executable, "-m", "agenticrun_workers.cli"), "package", "-f", "agenticrun.yaml"],
+        cwd=folder,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    (code,) = (line for line in lines if line.startswith("    code: {configMap: "))
+    run["spec"] |= yaml.safe_load(code)
+    return yaml.safe_load((folder / f"{name}-code.yaml").read_text()), run
+
+
+@pytest.mark.timeout(1800, func_only=True)
+@pytest.mark.usefixtures("site")
+def test_own_code_trains_from_a_config_map_and_from_git(runs: Cluster, tmp_path: Path) -> None:
+    config_map, from_config_map = packaged(tmp_path / "own", "from-config-map")
+    from_config_map["spec"]["code"]["pip"]["indexUrl"] = INDEX_URL
+    git = {"url": GIT_URL, "ref": "v1", "path": "envs", "secretName": "right"}
+    pip = {"requirementsFile": "requirements.txt", "indexUrl": INDEX_URL}
+    from_git = own_lake("from-git", {"git": git, "pip": pip})
+    with Watch(runs, "from-config-map") as first, Watch(runs, "from-git") as second:
+        runs.apply(config_map, from_config_map, from_git)
+        second.wait(lambda seen: seen.phase == "Running", 600, "the run from Git trains")
+        (pod,) = Pods(runs, "from-git").of(Role.ENV)
+        for watch in (first, second):
+            watch.wait(lambda seen: seen.phase == "Succeeded", 600, "a step of own code")
+    everything = json.dumps(pod)
+    assert PASSWORD not in everything
+    runs.kubectl("delete", "configmap", config_map["metadata"]["name"])
+
+
+GIT = {"url": GIT_URL, "ref": "v1", "path": "envs", "secretName": "right"}
+BROKEN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "bad-ref": (
+        {"git": GIT | {"ref": "nope"}},
+        ("cannot fetch nope from", "ref is a branch, a tag, or a commit"),
+    ),
+    "no-password": (
+        {"git": {"url": GIT_URL}},
+        ("the repository is private or does not exist: set secretName",),
+    ),
+    "wrong-password": (
+        {"git": GIT | {"secretName": "wrong"}},
+        ("user or password in the Secret are wrong",),
+    ),
+    "no-secret": (
+        {"git": GIT | {"secretName": "nowhere"}},
+        ("Secret nowhere (spec.code.git.secretName) does not exist or has no key password",),
+    ),
+    "no-package": (
+        {"pip": {"requirements": ["no-such-game==3"], "indexUrl": INDEX_URL}},
+        ("cannot install spec.code.pip", "no-such-game was not found in the package registry"),
+    ),
+    "no-folder": (
+        {"image": {"reference": "IMAGE", "path": "/no-such-folder"}},
+        ("cannot fetch spec.code", "/no-such-folder"),
+    ),
+}
+
+
+@pytest.mark.timeout(900, func_only=True)
+@pytest.mark.usefixtures("site")
+def test_code_that_does_not_arrive_says_why(runs: Cluster, images: Images) -> None:
+    watches = {name: Watch(runs, name) for name in BROKEN}
+    for name, (code, words) in BROKEN.items():
+        text = json.dumps(code).replace("IMAGE", images.worker)
+        run = own_lake(name, json.loads(text))
+        for role in run["spec"]["roles"].values():
+            role |= {"cpus": "1m", "memory": "256Mi"}
+        with watches[name] as watch:
+            runs.apply(run)
+            started = eventually(
+                lambda name=name: [  # type: ignore[misc]
+                    pod
+                    for pod in runs.list("pods", f"agenticrun.dev/run={name}")
+                    if pod["status"].get("initContainerStatuses")
+                ],
+                120,
+                "the first init container",
+            )
+            assert started
+            seen = watch.wait(
+                lambda seen: seen.condition("RolesReady").get("reason") == "CodeUnavailable",
+                SEEN_SECONDS,
+                f"{name} says why",
+            )
+            message = seen.condition("RolesReady")["message"]
+            assert all(word in message for word in words), message
+            assert seen.phase == "Starting"
+            runs.kubectl("delete", "agenticrun", name)
