@@ -209,6 +209,16 @@ def _fields(node: Any, path: str = "") -> set[str]:
     return {path}.union(*(_fields(value, f"{path}.{name}".strip(".")) for name, value in below))
 
 
+def test_code_of_a_kind_that_a_later_crd_has_is_refused_and_not_ignored() -> None:
+    with pytest.raises(InvalidRun, match=r"spec\.code: set configMap, git, image or pip"):
+        parse_served(run_with(("spec.code", {"torrent": {"url": "x"}})))
+
+
+def test_a_config_map_is_told_to_an_earlier_worker_as_ever() -> None:
+    served = run_with(("spec.code", {"configMap": "mine"}))
+    assert parse_served(served).document()["spec"]["code"] == {"configMap": "mine"}
+
+
 @pytest.mark.parametrize("where", ["spec.pipeline.later", "spec.roles.env.later", "spec.later"])
 def test_a_worker_refuses_a_field_that_the_user_set_and_it_does_not_know(where: str) -> None:
     document = run_with((where, 7))
