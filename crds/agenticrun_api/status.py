@@ -100,6 +100,7 @@ class Reason(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     CONTAINER_CRASHED = "ContainerCrashed"
     CODE_UNAVAILABLE = "CodeUnavailable"
+    CODE_DIFFERS = "CodeDiffers"
     NODE_LOST = "NodeLost"
     STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
     SUBMITTING = "Submitting"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -37,6 +38,7 @@ _CODE_CONTAINERS = {
     FETCH_CONTAINER: "cannot fetch spec.code",
     INSTALL_CONTAINER: "cannot install spec.code.pip",
 }
+_COMMIT = re.compile("[0-9a-f]{40,64}")
 _PLAIN_WAITING = frozenset({"ContainerCreating", "PodInitializing"})
 _ROLES = frozenset(role.value for role in Role)
 LIVE_JOB = frozenset({"PENDING", "RUNNING"})
@@ -93,6 +95,8 @@ class Pod:
     """End of the grace period of a pod that is being deleted; else None."""
     ended: bool = False
     """True if the kubelet has reported the end of the Ray container."""
+    commit: str = ""
+    """The commit of spec.code.git that the pod has fetched."""
     orphan: bool = False
     """True if the pod's RayCluster no longer exists. The garbage collector will delete the pod."""
 
@@ -263,7 +267,17 @@ def read_pod(manifest: Manifest) -> Pod:
         unready_since=None if ready else readiness.get("lastTransitionTime"),
         gone_by=metadata.get("deletionTimestamp"),
         ended=_has_ended(status),
+        commit=_commit(status),
     )
+
+
+def _commit(status: Manifest) -> str:
+    """Return what the container that fetches has said at its end, if it is a commit."""
+    for container in status.get("initContainerStatuses", ()):
+        said: str = container.get("state", {}).get("terminated", {}).get("message", "")
+        if container["name"] == FETCH_CONTAINER and _COMMIT.fullmatch(said):
+            return said
+    return ""
 
 
 def _has_ended(status: Manifest) -> bool:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from agenticrun_api import Role
-from git_server import USER, commit
+from git_server import USER, call_git, commit
 from installation import Images
 from lake import Pods, small_lake
 from testcluster import Cluster
@@ -55,15 +55,12 @@ FILES = {
 
 
 @pytest.fixture
-def site(runs: Cluster, images: Images, tmp_path: Path) -> Iterator[None]:
-    """A pod with a private repository and a package index."""
-    commit(tmp_path / "mine", {f"envs/{name}": text for name, text in FILES.items()})
-    subprocess.run(["git", "-C", str(tmp_path / "mine"), "tag", "v1"], check=True)
-    bundle = tmp_path / "bundle"
-    subprocess.run(
-        ["git", "-C", str(tmp_path / "mine"), "bundle", "create", "-q", str(bundle), "--all"],
-        check=True,
-    )
+def tagged(runs: Cluster, images: Images, tmp_path: Path) -> Iterator[str]:
+    """Run a pod with a private repository and a package index; yield the commit of tag v1."""
+    repository, bundle = tmp_path / "mine", tmp_path / "bundle"
+    made_commit = commit(repository, {f"envs/{name}": text for name, text in FILES.items()})
+    call_git(repository, "tag", "v1")
+    call_git(repository, "bundle", "create", "--quiet", str(bundle), "--all")
     package = wheel(tmp_path / "index", PACKAGE, "99.1")
     files = {"bundle": bundle.read_bytes(), package.name: package.read_bytes()}
     files["git_server.py"] = (SUPPORT / "git_server.py").read_bytes()
@@ -114,7 +111,7 @@ def site(runs: Cluster, images: Images, tmp_path: Path) -> Iterator[None]:
     runs.apply(*made)
     try:
         runs.kubectl("wait", "--for=condition=Ready", f"pod/{SITE}", "--timeout=120s")
-        yield
+        yield made_commit
     finally:
         for item in made:
             runs.kubectl("delete", item["kind"], item["metadata"]["name"])
@@ -161,8 +158,9 @@ def packaged(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.timeout(1800, func_only=True)
-@pytest.mark.usefixtures("site")
-def test_own_code_trains_from_a_config_map_and_from_git(runs: Cluster, tmp_path: Path) -> None:
+def test_own_code_trains_from_a_config_map_and_from_git(
+    runs: Cluster, tagged: str, tmp_path: Path
+) -> None:
     config_map, from_config_map = packaged(tmp_path / "own", "from-config-map")
     from_config_map["spec"]["code"]["pip"]["indexUrl"] = INDEX_URL
     git = {"url": GIT_URL, "ref": "v1", "path": "envs", "secretName": "right"}
@@ -174,8 +172,9 @@ def test_own_code_trains_from_a_config_map_and_from_git(runs: Cluster, tmp_path:
         (pod,) = Pods(runs, "from-git").of(Role.ENV)
         for watch in (first, second):
             watch.wait(lambda seen: seen.phase == "Succeeded", 600, "a step of own code")
-    everything = json.dumps(pod)
-    assert PASSWORD not in everything
+    assert PASSWORD not in json.dumps(pod)
+    (fetched, *_) = pod["status"]["initContainerStatuses"]
+    assert fetched["state"]["terminated"]["message"] == tagged
     runs.kubectl("delete", "configmap", config_map["metadata"]["name"])
 
 
@@ -209,7 +208,7 @@ BROKEN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.timeout(900, func_only=True)
-@pytest.mark.usefixtures("site")
+@pytest.mark.usefixtures("tagged")
 def test_code_that_does_not_arrive_says_why(runs: Cluster, images: Images) -> None:
     watches = {name: Watch(runs, name) for name in BROKEN}
     for name, (code, words) in BROKEN.items():

@@ -42,7 +42,7 @@ def report(draft: Draft, observed: Observed, images: WorkerImages) -> bool:
             draft.event(
                 Reason.PODS_READY, f"all {sum(item.desired for item in statuses)} pods are ready"
             )
-        draft.condition(ConditionType.ROLES_READY, "True", Reason.PODS_READY)
+        _report_ready(draft, ours)
         if draft.status.phase is Phase.STARTING:
             draft.phase(Phase.STARTING)
         return True
@@ -54,6 +54,24 @@ def report(draft: Draft, observed: Observed, images: WorkerImages) -> bool:
     if draft.status.phase is Phase.STARTING:
         draft.phase(Phase.STARTING, cause.message)
     return False
+
+
+def _report_ready(draft: Draft, pods: list[Pod]) -> None:
+    """Set RolesReady to True, with a warning if a branch has moved while the pods started."""
+    first: dict[str, str] = {}
+    for pod in sorted(pods, key=lambda pod: pod.created_at):
+        if pod.commit and not pod.orphan:
+            first.setdefault(pod.commit, pod.name)
+    message = ""
+    if len(first) > 1:
+        found = ", ".join(f"{commit[:12]} ({name})" for commit, name in first.items())
+        message = f"pods have different commits of spec.code.git: {found}; name a commit as ref"[
+            :1024
+        ]
+        before = draft.find(ConditionType.ROLES_READY)
+        if before is None or before.message != message:
+            draft.event(Reason.CODE_DIFFERS, message, warning=True)
+    draft.condition(ConditionType.ROLES_READY, "True", Reason.PODS_READY, message)
 
 
 def _role(

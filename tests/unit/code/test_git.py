@@ -206,6 +206,7 @@ def test_the_reason_for_a_failure_is_in_the_status_of_the_pod(
     assert bring(action, log) == 1
     assert log.read_text().startswith("cannot fetch HEAD from http://127.0.0.1:9/mine (fatal")
     assert bring(lambda _: "done", log) == 0
+    assert log.read_text() == "done"
 
 
 def test_an_image_without_git_is_named(

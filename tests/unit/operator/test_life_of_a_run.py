@@ -58,6 +58,31 @@ async def test_a_worker_image_of_an_unsupported_version_is_reported_once_and_tra
     assert condition(world, ConditionType.ACCEPTED).status == "True"
 
 
+async def test_pods_with_different_commits_of_a_branch_that_moved_are_reported_once(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+
+    def fetched(commit: str, pods: slice) -> None:
+        for pod in world.pods()[pods]:
+            pod["spec"]["initContainers"] = [{"name": "fetch-code", "image": IMAGE}]
+            state = {"terminated": {"exitCode": 0, "message": commit * 40}}
+            pod["status"]["initContainerStatuses"] = [{"name": "fetch-code", "state": state}]
+
+    fetched("a", slice(None))
+    await operator.settle(2)
+    assert "CodeDiffers" not in happened(world)
+    fetched("b", slice(1))
+    for _ in range(3):
+        await operator.settle(2)
+    ready = condition(world, ConditionType.ROLES_READY)
+    assert (ready.status, ready.reason) == ("True", "PodsReady")
+    assert "pods have different commits of spec.code.git: " in ready.message
+    assert {"aaaaaaaaaaaa (", "bbbbbbbbbbbb ("} <= {word + " (" for word in ready.message.split()}
+    assert happened(world).count("CodeDiffers") == 1
+    assert phase(world) is Phase.RUNNING
+
+
 MAX_STEPS = "pipeline.maxSteps"
 
 

@@ -187,3 +187,13 @@ def test_a_sidecar_that_fails_its_probe_is_no_lost_node(
     ray = {"name": "ray", "restartCount": 0, "ready": True, "state": {}}
     seen = read_pod(pod(ray, init=[sidecar], conditions=[{"type": "Ready", "status": "False"}]))
     assert (seen.problem.reason if seen.problem else None) is reason
+
+
+def test_the_commit_is_what_the_container_that_fetches_said_at_its_end() -> None:
+    def commit(name: str, said: str) -> str:
+        state = {"terminated": {"exitCode": 0, "message": said}}
+        return read_pod(pod(init=[{"name": name, "state": state}])).commit
+
+    assert commit("fetch-code", "a1" * 20) == "a1" * 20
+    assert commit("fetch-code", "copied") == ""
+    assert commit("install-packages", "a1" * 20) == ""

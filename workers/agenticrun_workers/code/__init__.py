@@ -25,17 +25,17 @@ def bring(action: Callable[[CodeSpec], str], log: Path = TERMINATION_LOG) -> int
     """Do the work of an init container, and return its exit code.
 
     Args:
-        action: what it does for spec.code; returns a line for the log.
-        log: the file of the reason for a failure.
+        action: what it does for spec.code; returns what it has brought.
+        log: the file for that, or for the reason of a failure.
     """
     try:
-        print(action(parse(CodeSpec, json.loads(os.environ[ENV_CODE]))))
+        said, code = action(parse(CodeSpec, json.loads(os.environ[ENV_CODE]))), 0
     except CodeError as error:
-        print(error, file=sys.stderr)
-        if log.exists():
-            log.write_text(str(error))
-        return 1
-    return 0
+        said, code = str(error), 1
+    print(said, file=sys.stderr if code else sys.stdout)
+    if log.exists():
+        log.write_text(said)
+    return code
 
 
 def clear(folder: Path) -> None:

@@ -114,8 +114,7 @@ def _access(git: GitCode, secret: Path) -> tuple[list[str], dict[str, str]]:
 
 def _main(code: CodeSpec) -> str:
     assert code.git is not None
-    commit = fetch(code.git, Path(CODE_DIR), Path(GIT_SECRET_DIR))
-    return f"fetched commit {commit} of {code.git.url}"
+    return fetch(code.git, Path(CODE_DIR), Path(GIT_SECRET_DIR))
 
 
 if __name__ == "__main__":
