@@ -42,7 +42,8 @@ def report(draft: Draft, observed: Observed, images: WorkerImages) -> bool:
             draft.event(
                 Reason.PODS_READY, f"all {sum(item.desired for item in statuses)} pods are ready"
             )
-        _report_ready(draft, ours)
+        warning = _different_commits(draft, ours)
+        draft.condition(ConditionType.ROLES_READY, "True", Reason.PODS_READY, warning)
         if draft.status.phase is Phase.STARTING:
             draft.phase(Phase.STARTING)
         return True
@@ -56,22 +57,20 @@ def report(draft: Draft, observed: Observed, images: WorkerImages) -> bool:
     return False
 
 
-def _report_ready(draft: Draft, pods: list[Pod]) -> None:
-    """Set RolesReady to True, with a warning if a branch has moved while the pods started."""
+def _different_commits(draft: Draft, pods: list[Pod]) -> str:
+    """Return a warning, with an event, if a branch has moved while the pods started; else ""."""
     first: dict[str, str] = {}
     for pod in sorted(pods, key=lambda pod: pod.created_at):
         if pod.commit and not pod.orphan:
             first.setdefault(pod.commit, pod.name)
-    message = ""
-    if len(first) > 1:
-        found = ", ".join(f"{commit[:12]} ({name})" for commit, name in first.items())
-        message = f"pods have different commits of spec.code.git: {found}; name a commit as ref"[
-            :1024
-        ]
-        before = draft.find(ConditionType.ROLES_READY)
-        if before is None or before.message != message:
-            draft.event(Reason.CODE_DIFFERS, message, warning=True)
-    draft.condition(ConditionType.ROLES_READY, "True", Reason.PODS_READY, message)
+    if len(first) < 2:
+        return ""
+    found = ", ".join(f"{commit[:12]} ({name})" for commit, name in first.items())
+    message = f"pods have different commits of spec.code.git: {found}; name a commit as ref"[:1024]
+    before = draft.find(ConditionType.ROLES_READY)
+    if before is None or before.message != message:
+        draft.event(Reason.CODE_DIFFERS, message, warning=True)
+    return message
 
 
 def _role(
