@@ -90,7 +90,8 @@ async def test_a_lost_network_moves_requests_to_other_engines_until_it_is_back(
     client.set_engines({"far": Remote(far), "near": Remote(near)})
     far.cut()
     await eventually_in_loop(lambda: client._links["far"].frames is None, 60, "it breaks")
-    late = await asyncio.wait_for(client.generate(request("early")), 20)
+    later_turn = replace(request("early"), request_id="late")
+    late = await asyncio.wait_for(client.generate(later_turn), 20)
     assert late.engine == "near", "no later turn of the session waits for the lost one"
     assert (await asyncio.wait_for(early, 20)).engine == "near"
     far.lost.clear()

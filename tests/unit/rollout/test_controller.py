@@ -335,6 +335,16 @@ async def test_an_error_of_the_backend_leaves_no_episode_running() -> None:
     assert sorted(ended) == [0, 1, 2]
 
 
+async def test_an_episode_that_nobody_needed_to_stop_and_yet_was_aborted_uses_up_a_reroll() -> None:
+    """Else an engine that aborts everything would keep a run busy for ever."""
+    backend = Scripted([(GOOD, 0)], [(StopReason.ABORTED, 0)] * 3)
+    finished = await GroupRun(0, GroupPlan(("A",), 2, max_rerolls=2)).play(
+        backend, VersionBounds, no_drop
+    )
+    assert sorted(runs_of(backend, 0)) == [(0, 0), (1, 0), (1, 1), (1, 2)]
+    assert (finished.group, finished.rerolled, len(finished.untrainable)) == (None, 2, 3)
+
+
 async def test_growing_too_old_uses_up_no_reroll() -> None:
     script = [(StopReason.STALE, 0), (StopReason.TIMEOUT, 0)] * 2
     backend = Scripted([(GOOD, 0)], script, [(GOOD, 0)])

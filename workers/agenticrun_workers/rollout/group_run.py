@@ -68,6 +68,8 @@ class GroupRun:
         self._running: dict[_Episode, GroupTask] = {}
         self._ended: list[_Episode] = []
         """Those of `_running` that have ended, in this order."""
+        self._aborted: set[_Episode] = set()
+        """Episodes that `play` has stopped because enough others had finished."""
         self._changed = asyncio.Event()
         self._attempts: Counter[int] = Counter()
         self._failures: Counter[int] = Counter()
@@ -114,6 +116,7 @@ class GroupRun:
                     break
                 if len(self.kept) >= self.plan.group_size:
                     backend.abort(self.number)
+                    self._aborted.update(self._running)
                 await self._changed.wait()
                 self._changed.clear()
                 self._take_ended(finished)
@@ -161,15 +164,16 @@ class GroupRun:
             results = episode.result()
             del self._running[episode]
             for result in results:
-                self._take(result, finished)
+                self._take(result, finished, stopped=episode in self._aborted)
+            self._aborted.discard(episode)
 
-    def _take(self, result: EpisodeResult, finished: FinishedGroup) -> None:
-        """Sort a finished episode."""
+    def _take(self, result: EpisodeResult, finished: FinishedGroup, *, stopped: bool) -> None:
+        """Sort a finished episode. `stopped`: the group did not need it any more."""
         member = result.key.member
         if result.trainable:
             self.kept.append(result)
             finished.untrainable += [each for each in result.others if not each.trainable]
-        elif result.stop_reason is StopReason.ABORTED:
+        elif result.stop_reason is StopReason.ABORTED and stopped:
             self._count_unneeded(result, finished)
         elif result.stop_reason is StopReason.STALE:
             self._missing[member] = result
@@ -203,6 +207,8 @@ class GroupRun:
             episode.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
+        self._ended.clear()
+        self._aborted.clear()
 
     def _finish(self, finished: FinishedGroup) -> FinishedGroup:
         for result in list(self._missing.values()):
