@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from agenticrun_api import parse_run
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
-from agenticrun_workers.driver.local import check_in_process, with_patience
+from agenticrun_workers.driver.local import check_gpus, check_in_process, with_patience
+from agenticrun_workers.errors import InvalidConfig
 from tiny_runs import tiny_document, tiny_run
 
 KL = {"algorithm": {"lossKl": {"coef": 0.01}}}
@@ -105,3 +106,30 @@ def test_a_debugger_in_an_environment_runs_into_no_limit() -> None:
     assert (found.step_timeout_seconds, found.isolated) == (86_400, False)
     (found,) = with_patience(tiny_run(deterministic=True)).spec.pipeline.envs
     assert found.step_timeout_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("roles", "available", "message"),
+    [
+        ({}, 0, ""),
+        ({"trainer": {"gpus": 2}, "inference": {"gpus": 1}}, 3, ""),
+        (
+            {"trainer": {"gpus": 2, "replicas": 2}, "inference": {"gpus": 1}},
+            4,
+            "spec.roles.inference.gpus: the run asks for 5 GPUs (inference 1, trainer 4), and this "
+            "machine has 4: apply it to a cluster that has them, or train a small model on CPUs "
+            "with --set roles.inference.gpus=0 --set roles.trainer.gpus=0",
+        ),
+    ],
+)
+def test_a_run_with_more_gpus_than_the_machine_is_refused(
+    roles: dict[str, Any], available: int, message: str
+) -> None:
+    document = tiny_document()
+    document["spec"]["roles"] = roles
+    if not message:
+        check_gpus(parse_run(document), available)
+        return
+    with pytest.raises(InvalidConfig) as refused:
+        check_gpus(parse_run(document), available)
+    assert str(refused.value) == message

@@ -75,7 +75,8 @@ def run_locally(
         code: folder of the user's modules, which a later `agenticrun resume` needs, too.
 
     Raises:
-        InvalidConfig: the run is suspended, or cannot be run in one process.
+        InvalidConfig: the run is suspended, asks for more GPUs than this machine has, or cannot be
+            run in one process.
         FolderInUse: another process trains in `output`.
     """
     if run.spec.suspend:
@@ -94,8 +95,31 @@ def run_locally(
     )
     logs = output / "engines"
     actors = threads_of_this_process(logs) if in_process else embedded_ray(run, logs)
-    with _log_file(output / "run.log"), actors as launcher, display:
-        return asyncio.run(_train(run, output, display, launcher, code))
+    with _log_file(output / "run.log"), actors as launcher:
+        if not in_process:
+            check_gpus(run, int(ray.cluster_resources().get("GPU", 0)))
+        with display:
+            return asyncio.run(_train(run, output, display, launcher, code))
+
+
+def check_gpus(run: AgenticRun, available: int) -> None:
+    """Raise `InvalidConfig` if this machine has fewer GPUs than the run: Ray would wait for them."""
+    roles = run.spec.roles
+    asked = {
+        role.value: roles.replicas(role) * roles.of(role).gpus
+        for role in sorted({*roles.workers, run.spec.engine_role})
+        if roles.of(role).gpus
+    }
+    if sum(asked.values()) <= available:
+        return
+    on_cpus = " ".join(f"--set roles.{role}.gpus=0" for role in asked)
+    raise InvalidConfig(
+        f"spec.roles.{next(iter(asked))}.gpus",
+        f"the run asks for {sum(asked.values())} GPUs "
+        f"({', '.join(f'{role} {gpus}' for role, gpus in asked.items())}), and this machine has "
+        f"{available}: apply it to a cluster that has them, or train a small model on CPUs with "
+        f"{on_cpus}",
+    )
 
 
 def check_in_process(run: AgenticRun) -> None:
