@@ -97,13 +97,14 @@ def run_locally(
     actors = threads_of_this_process(logs) if in_process else embedded_ray(run, logs)
     with _log_file(output / "run.log"), actors as launcher:
         if not in_process:
-            check_gpus(run, int(ray.cluster_resources().get("GPU", 0)))
+            here = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray is not typed
+            check_gpus(run, int(here.get("GPU", 0)))
         with display:
             return asyncio.run(_train(run, output, display, launcher, code))
 
 
 def check_gpus(run: AgenticRun, available: int) -> None:
-    """Raise `InvalidConfig` if this machine has fewer GPUs than the run: Ray would wait for them."""
+    """Raise `InvalidConfig` if the run asks for more GPUs than there are: Ray would wait."""
     roles = run.spec.roles
     asked = {
         role.value: roles.replicas(role) * roles.of(role).gpus
