@@ -365,8 +365,8 @@ class RatioFilter(Model):
             "self.level == 'sequence' || ((!has(self.diffLow) || "
             "(self.diffLow >= -1.0 && self.diffLow <= 1.0)) && (!has(self.diffHigh) || "
             "(self.diffHigh >= -1.0 && self.diffHigh <= 1.0)))",
-            "diffLow and diffHigh are between -1 and 1: only at level sequence is the difference "
-            "a sum",
+            "diffLow and diffHigh must be between -1 and 1, except with level sequence, where the "
+            "difference is a sum",
             "",
             lambda f: (
                 f.level == "sequence"

@@ -85,24 +85,31 @@ BATCH_RULES = (
 )
 
 TAG_RULES = (
-    unique("envs", "tag", message="two entries of envs have the same tag"),
-    unique("rewards", "name", message="two entries of rewards have the same name"),
+    unique(
+        "envs", "tag", message="each entry of envs needs a tag of its own, and two have the same"
+    ),
+    unique(
+        "rewards",
+        "name",
+        message="each entry of rewards needs a name of its own, and two have the same",
+    ),
     Rule(
         "self.trainEnvs.tags.all(t, self.envs.exists(e, e.tag == t))",
-        "trainEnvs.tags names a tag that no entry of envs has",
+        "trainEnvs.tags names a tag that no entry of envs has: correct it, or add the entry",
         ".trainEnvs.tags",
         lambda p: {e.tag for e in p.envs} >= set(p.train_envs.tags),
     ),
     Rule(
         "!has(self.valEnvs) || self.valEnvs.tags.all(t, self.envs.exists(e, e.tag == t))",
-        "valEnvs.tags names a tag that no entry of envs has",
+        "valEnvs.tags names a tag that no entry of envs has: correct it, or add the entry",
         ".valEnvs.tags",
         lambda p: p.val_envs is None or {e.tag for e in p.envs} >= set(p.val_envs.tags),
     ),
     Rule(
         "!has(self.rewards) || self.rewards.all(r, !has(r.tags) || r.tags.all(t, "
         "self.envs.exists(e, e.tag == t)))",
-        "rewards names a tag that no entry of envs has",
+        "tags of an entry of rewards names a tag that no entry of envs has: correct it, or add "
+        "the entry",
         ".rewards",
         lambda p: {e.tag for e in p.envs} >= {tag for reward in p.rewards for tag in reward.tags},
     ),
@@ -142,8 +149,8 @@ ALGORITHM_RULES = (
     Rule(
         "!has(self.rewardNormalization) || self.rewardNormalization.grouping != 'state' || "
         f"{_ALGORITHM}.name == 'step_reinforce'",
-        "rewardNormalization.grouping state compares turns at equal states, which only "
-        "step_reinforce has",
+        "rewardNormalization.grouping state compares turns at equal states: it needs algorithm "
+        "step_reinforce",
         ".rewardNormalization.grouping",
         lambda p: (
             p.reward_normalization is None
@@ -238,8 +245,9 @@ OFF_POLICY_RULES = (
     Rule(
         "!self.actorInfer.generating.allowTruncatedSampling || (!has(self.trainInferCorrection) "
         f"&& {_ALGORITHM}.pgVariant != 'decoupled' && self.oldLogProbs == 'Recompute')",
-        "truncated sampling and corrections by log-probs exclude each other: the recorded "
-        "log-probs are not those of the sampling",
+        "with truncated sampling, the recorded log-probs are not those of the distribution that "
+        "was sampled: remove trainInferCorrection, pgVariant decoupled and oldLogProbs Rollout, "
+        "which need them",
         ".actorInfer.generating.allowTruncatedSampling",
         lambda p: (
             not p.actor_infer.generating.allow_truncated_sampling
@@ -261,21 +269,21 @@ DETERMINISTIC_RULES = (
     ),
     Rule(
         "!self.deterministic || self.trainEnvs.groupSizeRedundancy == 0",
-        "which members of a redundant group finish first is chance: deterministic runs need "
-        "groupSizeRedundancy 0",
+        "deterministic runs need groupSizeRedundancy 0: which episodes of a group finish first "
+        "differs from run to run",
         ".trainEnvs.groupSizeRedundancy",
         lambda p: not p.deterministic or p.train_envs.group_size_redundancy == 0,
     ),
     Rule(
         "!self.deterministic || self.envs.all(e, !has(e.stepTimeoutSeconds))",
-        "wall-clock limits are chance: deterministic runs have no envs[].stepTimeoutSeconds",
+        "deterministic runs must not depend on the clock: remove envs[].stepTimeoutSeconds",
         ".envs",
         lambda p: not p.deterministic or all(env.step_timeout_seconds is None for env in p.envs),
     ),
     Rule(
         "!self.deterministic || self.actorInfer.strategy.name == 'transformers'",
-        "only the transformers engine samples the same bits whatever else it serves: "
-        "deterministic runs need it",
+        "deterministic runs need the engine transformers: the results of the others depend on what "
+        "else is in the batch",
         ".actorInfer.strategy.name",
         lambda p: not p.deterministic or p.actor_infer.strategy.name == "transformers",
     ),
@@ -284,13 +292,13 @@ DETERMINISTIC_RULES = (
 REPLAY_RULES = (
     Rule(
         "!has(self.record) || !has(self.record.replay) || self.evalSteps == 0",
-        "a replay plays nothing: set evalSteps: 0",
+        "a replay samples no episodes: set evalSteps: 0",
         ".evalSteps",
         lambda p: p.record is None or p.record.replay is None or p.eval_steps == 0,
     ),
     Rule(
         "!has(self.record) || !has(self.record.replay) || !has(self.warmup)",
-        "a replay plays nothing: leave warmup out, and start from the recorded run's first "
+        "a replay samples no episodes: leave warmup out, and start from the recorded run's first "
         "weights with spec.model.path",
         ".warmup",
         lambda p: p.record is None or p.record.replay is None or p.warmup is None,

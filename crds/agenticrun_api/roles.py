@@ -129,7 +129,7 @@ class PodTemplate(Model):
                 "!has(c.volumeMounts) || c.volumeMounts.all(m, !has(m.mountPath) || "
                 f"!m.mountPath.startsWith('{OWN_FOLDER}'))"
             ),
-            f"{OWN_FOLDER} has the run's own files and tokens: mount elsewhere",
+            f"{OWN_FOLDER} holds the run's own files and tokens: choose another mountPath",
             ".spec.containers",
             lambda t: (
                 not any(

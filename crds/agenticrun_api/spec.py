@@ -535,8 +535,8 @@ class AgenticRunSpec(Model):
         ),
         Rule(
             "self.placement != 'Colocated' || self.pipeline.weightSync.transport != 'Broadcast'",
-            "no collective can have two members on one GPU: Colocated weights go by transport "
-            "Auto, SharedMemory, ObjectStore or Disk",
+            "Broadcast needs a GPU for each engine and trainer: with placement Colocated, choose "
+            "transport Auto, SharedMemory, ObjectStore or Disk",
             ".pipeline.weightSync.transport",
             lambda s: s.placement != "Colocated" or s.pipeline.weight_sync.transport != "Broadcast",
         ),
@@ -643,8 +643,8 @@ class AgenticRunSpec(Model):
         gpus = self.roles.of(self.engine_role).gpus
         if gpus % needed:
             message = (
-                f"an engine takes {needed} GPUs (actorInfer.strategy.config), "
-                f"and {gpus} of a pod are not a multiple of that"
+                f"an engine takes {needed} GPUs (actorInfer.strategy.config): set the pod's GPUs "
+                f"to a multiple of that, not {gpus}"
             )
             raise refused(f".roles.{self.engine_role}.gpus", message)
         return self

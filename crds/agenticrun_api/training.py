@@ -70,7 +70,7 @@ class ActorTrain(Model):
     RULES = (
         Rule(
             "!has(self.lora) || self.strategy.name != 'megatron'",
-            "lora is trained by the strategies fsdp2 and deepspeed",
+            "lora needs the strategy fsdp2 or deepspeed",
             ".lora",
             lambda a: a.lora is None or a.strategy.name != "megatron",
         ),

@@ -306,7 +306,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         RatioFilter,
-        "diffLow and diffHigh are between -1 and 1",
+        "diffLow and diffHigh must be between -1 and 1",
         f"{_P}.trainInferCorrection.filters[0]",
         ((f"{_P}.trainInferCorrection", {"filters": [{"level": "token", "diffLow": -1.5}]}),),
         ((f"{_P}.trainInferCorrection", {"filters": [{"level": "sequence", "diffLow": -1.5}]}),),
@@ -341,7 +341,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         ActorTrain,
-        "lora is trained by the strategies fsdp2 and deepspeed",
+        "lora needs the strategy fsdp2 or deepspeed",
         f"{_P}.actorTrain.lora",
         ((f"{_P}.actorTrain", {"strategy": {"name": "megatron"}, "lora": {"rank": 4}}),),
         ((f"{_P}.actorTrain", {"strategy": {"name": "deepspeed"}, "lora": {"rank": 4}}),),
@@ -400,14 +400,14 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "two entries of envs have the same tag",
+        "each entry of envs needs a tag",
         f"{_P}.envs",
         ((f"{_P}.envs", [_TWO[0], _TWO[0]]),),
         ((f"{_P}.envs", _TWO),),
     ),
     RuleCase(
         Pipeline,
-        "two entries of rewards have the same name",
+        "each entry of rewards needs a name",
         f"{_P}.rewards",
         ((f"{_P}.rewards", [{"name": "judge", "type": type_} for type_ in ("m:f", "m:g")]),),
         ((f"{_P}.rewards", [{"name": name, "type": "m:f"} for name in ("judge", "other")]),),
@@ -421,7 +421,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "rewards names a tag",
+        "tags of an entry of rewards names a tag",
         f"{_P}.rewards",
         ((f"{_P}.rewards", [{"name": "judge", "type": "m:f", "tags": ["Pond"]}]),),
         (
@@ -540,7 +540,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "truncated sampling and corrections",
+        "with truncated sampling, the recorded log-probs",
         f"{_P}.actorInfer.generating.allowTruncatedSampling",
         (
             (f"{_P}.actorInfer.generating.allowTruncatedSampling", True),
@@ -557,14 +557,14 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "which members of a redundant group",
+        "deterministic runs need groupSizeRedundancy 0",
         f"{_P}.trainEnvs.groupSizeRedundancy",
         ((f"{_P}.deterministic", True), (f"{_P}.trainEnvs.groupSizeRedundancy", 1)),
         ((f"{_P}.trainEnvs.groupSizeRedundancy", 1),),
     ),
     RuleCase(
         Pipeline,
-        "wall-clock limits are chance",
+        "deterministic runs must not depend on the clock",
         f"{_P}.envs",
         (
             (f"{_P}.deterministic", True),
@@ -574,7 +574,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "only the transformers engine samples the same bits",
+        "deterministic runs need the engine transformers",
         f"{_P}.actorInfer.strategy.name",
         ((f"{_P}.deterministic", True), (f"{_P}.actorInfer.strategy", {"name": "sglang"})),
         ((f"{_P}.deterministic", True), (f"{_P}.actorInfer.strategy", {"name": "transformers"})),
@@ -685,14 +685,14 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "a replay plays nothing: set evalSteps",
+        "a replay samples no episodes: set evalSteps",
         f"{_P}.evalSteps",
         ((f"{_P}.record", {"replay": "/b"}), (f"{_P}.valEnvs", _VAL), (f"{_P}.evalSteps", 1)),
         ((f"{_P}.record", {"to": "/b"}), (f"{_P}.valEnvs", _VAL), (f"{_P}.evalSteps", 1)),
     ),
     RuleCase(
         Pipeline,
-        "a replay plays nothing: leave warmup out",
+        "a replay samples no episodes: leave warmup out",
         f"{_P}.warmup",
         ((f"{_P}.record", {"replay": "/b"}), (f"{_P}.warmup", {"steps": 1})),
         ((f"{_P}.record", {"to": "/b"}), (f"{_P}.warmup", {"steps": 1})),
@@ -836,7 +836,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
                 {"containers": [{"name": "reporter-2"}]},
             ),
             (
-                "/etc/agenticrun has the run's own files",
+                "/etc/agenticrun holds the run's own files",
                 "spec.containers",
                 {
                     "containers": [
@@ -977,7 +977,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         AgenticRunSpec,
-        "no collective can have two members on one GPU",
+        "Broadcast needs a GPU for each engine and trainer",
         "spec.pipeline.weightSync.transport",
         (("spec.placement", "Colocated"), (f"{_P}.weightSync", {"transport": "Broadcast"})),
         (("spec.placement", "Colocated"), (f"{_P}.weightSync", {"transport": "SharedMemory"})),

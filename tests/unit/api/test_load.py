@@ -42,11 +42,12 @@ NAME = "letters, digits and '-', begin with a letter and end with a letter or di
         ),
         (
             (f"{P}.envs", [{"tag": tag, "type": "frozen_lake"} for tag in ("Lake", "Sea", "Lake")]),
-            f"{P}.envs: two entries of envs have the same tag: Lake",
+            f"{P}.envs: each entry of envs needs a tag of its own, and two have the same: Lake",
         ),
         (
             (f"{P}.rewards", [{"name": "judge", "type": "a:b"}, {"name": "judge", "type": "a:c"}]),
-            f"{P}.rewards: two entries of rewards have the same name: judge",
+            f"{P}.rewards: each entry of rewards needs a name of its own, "
+            "and two have the same: judge",
         ),
         (
             (f"{P}.trainEnvs.tags", ["Lake"] * 2),

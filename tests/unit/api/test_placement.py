@@ -71,7 +71,7 @@ def test_gpus_that_are_no_multiple_of_an_engines_are_refused(placement: str, rol
     with pytest.raises(
         InvalidRun,
         match=rf"spec\.roles\.{role}\.gpus: an engine takes 2 GPUs "
-        r".* 3 of a pod are not a multiple",
+        r".* a multiple of that, not 3",
     ):
         a_spec(
             ("spec.placement", placement),

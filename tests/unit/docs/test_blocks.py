@@ -173,7 +173,10 @@ def missing_files(program: str, rest: list[str]) -> Iterator[str]:
 
 @each_page
 def test_commands_and_their_options_exist(page: Path) -> None:
-    found = [(" ".join(words), refused(words)) for words in commands(page.read_text())]
+    text = page.read_text()
+    if page.name == "messages.md":  # its left column is what the product prints
+        text = re.sub(r"^\| .* \|(?= .*\|$)", "|", text, flags=re.MULTILINE)
+    found = [(" ".join(words), refused(words)) for words in commands(text)]
     assert [wrong for wrong in found if wrong[1]] == []
 
 

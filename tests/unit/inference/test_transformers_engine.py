@@ -439,7 +439,7 @@ def test_a_cancelled_caller_frees_its_place(folder: Path) -> None:
         ([], 1, "empty"),
         ([0, VOCABULARY], 1, "token ids must be in"),
         ([-1], 1, "token ids must be in"),
-        ([1] * 120, 9, "do not fit into 128"),
+        ([1] * 120, 9, "do not fit into the engine's 128 tokens"),
         ([1], 0, "do not fit"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.weights.buckets import (
     ITEM_BYTES,
     MappedBucket,
@@ -48,6 +50,19 @@ def test_buckets_hold_every_parameter_once_in_order_within_their_size(
 def test_a_parameter_that_is_exported_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="exports a twice"):
         buckets_of([TensorSpec("a", "F32", (1,)), TensorSpec("a", "F32", (1,))], 100)
+
+
+def test_a_bucket_that_does_not_fit_into_shared_memory_names_the_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    [bucket] = buckets_of([TensorSpec("a", "F32", (1 << 20,))], 1 << 30)
+    with pytest.raises(InvalidConfig, match=r"spec.roles: .* 4\.0 MiB of weights: raise shmSize"):
+        MappedBucket(tmp_path, bucket)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_safetensors_reads_a_bucket(tmp_path: Path) -> None:

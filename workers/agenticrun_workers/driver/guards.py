@@ -156,7 +156,8 @@ def guards_of(spec: Guards) -> tuple[Guard, ...]:
             spec.max_logprob_gap,
             upper=True,
             advice="trainer and engine give different log-probs on the same weights, "
-            "so importance ratios are wrong",
+            "so importance ratios are wrong: use float32, or set a higher maxLogprobGap "
+            "together with trainInferCorrection",
             blind=": no token was sampled with the weights that a step began with: "
             "lower staleness.max or modelUpdateFrequency to see the gap",
         )

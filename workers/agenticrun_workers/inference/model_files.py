@@ -78,7 +78,8 @@ class RequestLimits:
             )
         if new < 1 or len(ids_T) + new > self.max_length:
             raise InvalidRequest(
-                f"{len(ids_T)} prompt tokens and {new} new ones do not fit into {self.max_length}"
+                f"{len(ids_T)} prompt tokens and {new} new ones do not fit into the engine's "
+                f"{self.max_length} tokens"
             )
 
     def check_generation(self, request: GenerationRequest, generation: Generation) -> Generation:

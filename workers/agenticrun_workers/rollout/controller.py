@@ -309,7 +309,7 @@ class RolloutController:
             last = untrainable[-1]
             raise TooManyDropped(
                 f"{counts.dropped} groups were dropped for one batch: "
-                "the environments fail nearly always. "
+                "fix the environment or its judge, or raise stepTimeoutSeconds. "
                 f"The last episode of {last.tag!r} ended with {last.stop_reason}: {last.error}"
             )
         if chosen is not None and counts.filtered > chosen.max_rejected:

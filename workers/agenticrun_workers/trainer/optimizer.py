@@ -158,7 +158,8 @@ class StepCounts:
         if first_broken is not None:
             raise NonFiniteGradient(
                 f"{self._broken} gradients in a row were not finite; "
-                f"in the last, that of {first_broken} is the first"
+                f"in the last, that of {first_broken} is the first. Lower the learning rate, or "
+                "train in float32"
             )
 
     def counts(self) -> dict[str, int]:

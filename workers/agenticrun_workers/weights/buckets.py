@@ -8,9 +8,11 @@ copying them.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import mmap
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 from safetensors import safe_open
 
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.weights.delta import patch
 
 if TYPE_CHECKING:
@@ -204,6 +207,9 @@ class MappedBucket:
     """The writable file of `bucket` in `folder`, mapped as long as this object lives.
 
     A missing file is created with its header and zeros.
+
+    Raises:
+        InvalidConfig: the folder's file system is full.
     """
 
     def __init__(self, folder: Path, bucket: Bucket) -> None:
@@ -211,15 +217,31 @@ class MappedBucket:
         self.path = folder / bucket.file
         header = bucket.header
         if not self.path.exists():
-            with self.path.open("xb") as file:
-                file.write(header)
-                file.truncate(len(header) + bucket.data_bytes)
+            self._create(header)
         with self.path.open("r+b") as file:
             self._bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
         self.data: NDArray[np.uint8] = self._bytes[len(header) :]
         """All parameters, as they are in memory."""
         self.header: NDArray[np.uint8] = self._bytes[: len(header)]
         self.elements_N = self.data.view(UNSIGNED[bucket.item_bytes])
+
+    def _create(self, header: bytes) -> None:
+        size = len(header) + self.bucket.data_bytes
+        with self.path.open("xb") as file:
+            try:
+                # Without space, a write to the mapped file would kill the process (SIGBUS).
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                self.path.unlink()
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise InvalidConfig(
+                    "spec.roles",
+                    f"{self.path.parent} has no space for the next {size / 2**20:.1f} MiB of "
+                    "weights: raise shmSize of the trainer and inference pods to twice the size "
+                    "of the model",
+                ) from error
+            file.write(header)
 
     def write(self, data: NDArray[np.uint8]) -> None:
         """Overwrite all parameters."""

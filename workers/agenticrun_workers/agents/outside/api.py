@@ -296,7 +296,9 @@ class _Fields:
                         "unsupported_value",
                     )
             elif name not in LABELS:
-                raise refused(name, "this parameter is not supported", "unsupported_parameter")
+                raise refused(
+                    name, "this parameter is not supported: leave it out", "unsupported_parameter"
+                )
 
 
 @dataclass(frozen=True, slots=True)

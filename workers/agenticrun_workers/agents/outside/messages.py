@@ -156,7 +156,9 @@ def _message(value: Any, path: str) -> ChatMessage:
         raise refused(path, f"the role must be one of {', '.join([*KEYS, *SAME_ROLE])}")
     for key, said in value.items():
         if key != "role" and key not in KEYS[role] and said not in (None, [], {}, ""):
-            raise refused(f"{path}.{key}", f"a message of role {role} cannot say this here")
+            raise refused(
+                f"{path}.{key}", f"is not supported in a message of role {role} here: leave it out"
+            )
     calls = value.get("tool_calls") if role == "assistant" else None
     content = _text(value.get("content"), f"{path}.content", optional=bool(calls))
     call_id = value.get("tool_call_id") if role == "tool" else None

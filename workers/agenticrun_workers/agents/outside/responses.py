@@ -85,13 +85,17 @@ def chat_body(body: Any) -> dict[str, Any]:
         raise refused("include", "a list is expected", "invalid_type")
     unknown = [each for each in include if each not in (LOGPROBS, *WITHOUT_EFFECT)]
     if unknown:
-        raise refused("include", f"{unknown[0]!r} is not supported", "unsupported_value")
+        raise refused(
+            "include", f"{unknown[0]!r} is not supported: leave it out", "unsupported_value"
+        )
     chat["logprobs"] = LOGPROBS in include
     for name, value in left.items():
         if name in RENAMED:
             chat[RENAMED[name]] = value
         elif name not in NEUTRAL:
-            raise refused(name, "this parameter is not supported", "unsupported_parameter")
+            raise refused(
+                name, "this parameter is not supported: leave it out", "unsupported_parameter"
+            )
         elif _without_none(value) not in NEUTRAL[name]:
             raise refused(
                 name, f"{value!r} is not supported by the run's engines", "unsupported_value"
@@ -154,7 +158,7 @@ def _messages(instructions: Any, items: Any) -> list[dict[str, Any]]:
 def _check_keys(item: Mapping[str, Any], path: str, known: Sequence[str]) -> None:
     for key, value in item.items():
         if key not in (*IGNORED_IN_ITEMS, *known) and value not in (None, [], {}, ""):
-            raise refused(f"{path}.{key}", "the policy cannot be told this")
+            raise refused(f"{path}.{key}", "is not supported: leave it out")
 
 
 def _message(item: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -177,7 +181,10 @@ def _text(content: Any, path: str) -> str:
             or part.get("type") not in ("input_text", "output_text", "text")
             or not isinstance(part.get("text"), str)
         ):
-            raise refused(f"{path}[{place}]", "the policy reads text only")
+            raise refused(
+                f"{path}[{place}]",
+                "the policy reads text only: a part must be of type input_text or output_text",
+            )
     return "".join(part["text"] for part in content)
 
 
@@ -229,7 +236,7 @@ def _response_format(text: Any) -> Any:
     if not isinstance(text, Mapping) or text.keys() - {"format", "verbosity"}:
         raise refused("text", "{format: {...}} is expected")
     if text.get("verbosity") not in (None, "medium"):
-        raise refused("text.verbosity", "is not supported", "unsupported_value")
+        raise refused("text.verbosity", "is not supported: leave it out", "unsupported_value")
     form = text.get("format")
     if isinstance(form, Mapping) and form.get("type") == "json_schema":
         return {
