@@ -26,7 +26,7 @@ takes 0.9 of the time in which engines that never wait play a batch.
 **Hand-offs**, in real time: one env worker runs 10,000 episodes at once against an engine that
 answers at once, from another process. A hand-off is one request and its answer, with the agent's
 and the environment's part of the turn. `handoff_p99_ms` is the time from the request to the
-agent's next line at half of that load.
+agent's next line at half of that load. `_traced`: while `agenticrun trace` records.
 
 **Bytes**: `bytes_per_500_token_trajectory` is what a trajectory of 4 turns takes on its way to its
 store, and `bytes_over_arrays_1024x8192` what a step of 1,024 trajectories of 8 turns takes, over
@@ -57,6 +57,7 @@ import numpy as np
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import Episode, Generate, register_agent
+from agenticrun_workers.driver.trace import MAX_SPANS_EACH
 from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.envs.env import Env
 from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED
@@ -545,13 +546,19 @@ class Elsewhere:
         return self._address
 
 
-def worker_process(results: Any, agent: str, episodes: int, seconds: float) -> None:
+def worker_process(results: Any, agent: str, episodes: int, seconds: float, traced: bool) -> None:
     """Measure hand-offs in this process, which is one env worker."""
-    results.send(asyncio.run(hand_over(agent, episodes, seconds)))
+    results.send(asyncio.run(hand_over(agent, episodes, seconds, traced)))
 
 
-async def hand_over(agent: str, episodes: int, seconds: float) -> dict[str, float]:
+async def hand_over(agent: str, episodes: int, seconds: float, traced: bool) -> dict[str, float]:
     """Run so many episodes at once, and measure for some seconds.
+
+    Args:
+        agent: type of the agent.
+        episodes: number of them.
+        seconds: duration of each measurement.
+        traced: record a trace meanwhile.
 
     Returns:
         `rate` of hand-offs per second, `mib` of the process at its largest, and with the endless
@@ -578,10 +585,12 @@ async def hand_over(agent: str, episodes: int, seconds: float) -> dict[str, floa
     await worker.set_endpoints(endpoints)
     members = tuple(range(GROUP_SIZE))
     tasks = [GroupTask(Stream.TRAIN, n, "A", members) for n in range(episodes // GROUP_SIZE)]
+    if traced:
+        worker.begin_trace(MAX_SPANS_EACH)
     await worker.submit(pack(tasks))
     await asyncio.sleep(seconds / 2)
     figures = {"rate": await measured_rate(seconds)}
-    if agent == "endless":
+    if agent == "endless" and not traced:
         LOAD.pause = 2 * episodes / figures["rate"]
         await asyncio.sleep(2 * LOAD.pause)
         LOAD.seconds.clear()
@@ -603,12 +612,15 @@ async def measured_rate(seconds: float) -> float:
 def measure_hand_offs(episodes: int, seconds: float) -> dict[str, float]:
     """Return the figures in real time."""
     figures: dict[str, float] = {}
-    for agent, name in (("endless", ""), ("multi_turn", "_with_tokenizer")):
+    agents = (("endless", ""), ("multi_turn", "_with_tokenizer"))
+    for (agent, of), traced in itertools.product(agents, (False, True)):
         mine, its = multiprocessing.Pipe()
-        work = multiprocessing.Process(target=worker_process, args=(its, agent, episodes, seconds))
+        asked = (its, agent, episodes, seconds, traced)
+        work = multiprocessing.Process(target=worker_process, args=asked)
         work.start()
         found = mine.recv()
         work.kill()
+        name = of + "_traced" * traced
         figures[f"handoffs_per_second{name}"] = found["rate"]
         figures[f"env_worker_mib{name}"] = found["mib"]
         if "p99" in found:

@@ -21,9 +21,11 @@ from agenticrun_workers.inference.actor import EngineActor, log_folder
 from agenticrun_workers.launch import ActorOptions
 from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.reporting.run_folder import ask_for_trace
 from agenticrun_workers.rollout.recording import Recording
 from agenticrun_workers.types import Stream
 from tiny_runs import InProcessAttempt, TinyAttempt, tiny_document, tiny_run
+from traces import durations, processes, read_trace
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -162,6 +164,7 @@ async def test_two_of_every_role_train_as_one(tmp_path: Path) -> None:
     one = InProcessAttempt(tiny_run(maxSteps=2), tmp_path / "one")
     await execute(one)
     two = TinyAttempt(wide(tiny_run(maxSteps=2)), tmp_path / "two")
+    request = ask_for_trace(tmp_path / "two", "start", 2)
     report = await execute(two)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     for step, expected in one.training_steps().items():
@@ -169,6 +172,31 @@ async def test_two_of_every_role_train_as_one(tmp_path: Path) -> None:
         assert {k: found[k] for k in COMPARED} == pytest.approx(
             {k: expected[k] for k in COMPARED}, rel=1e-3, abs=1e-5
         ), step
+    events = read_trace(request.answer)["traceEvents"]
+    names = processes(events)
+    assert list(names) == [
+        "driver",
+        *(f"{kind}-{number}" for kind in KINDS for number in range(2)),
+    ]
+    for name, expected_spans in SPANS.items():
+        assert expected_spans <= set(durations(events, names[name])), name
+    counters = {event["name"] for event in events if event["ph"] == "C"}
+    assert {
+        "tokens per second",
+        "requests in flight",
+        "episodes in flight",
+        "groups ready",
+    } <= counters
+
+
+KINDS = ("trainer", "engine", "env-worker")
+SPANS = {
+    "driver": {"step", "sync", "val", "rollout", "old_log_probs_values", "credit", "train"},
+    "trainer-0": {"fetch", "score", "train_actor", "forward", "backward", "optimizer_step"},
+    "engine-0": {"computing", "idle: weights", "idle: gate"},
+    "env-worker-0": {"playing", "idle: gate", "reset", "generate", "step"},
+}
+"""Spans that a trace has for a process."""
 
 
 @pytest.mark.parametrize("old", ["Recompute", "Rollout"])

@@ -14,6 +14,7 @@ import yaml
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.reporting.run_folder import RunFolder
 from tiny_runs import tiny_document
+from traces import durations, processes, read_trace
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
@@ -26,6 +27,20 @@ def cli(*words: str) -> tuple[int, str]:
         [*CLI, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     return done.returncode, done.stdout
+
+
+def check_phases(traced: Path) -> None:
+    """Assert that the phases of the driver fill its steps, and that all processes are there."""
+    document = read_trace(traced)
+    names = processes(document["traceEvents"])
+    assert list(names) == ["driver", "trainer-0", "engine-0", "env-worker-0"]
+    spent = durations(document["traceEvents"], names["driver"])
+    phases = ("sync", "rollout", "old_log_probs_values", "credit", "train")
+    assert sum(spent[phase] for phase in phases) == pytest.approx(spent["step"], rel=0.1)
+    shares = document["otherData"]["shares"]
+    assert {"train_actor", "idle: rollout"} <= set(shares["trainer"])
+    assert {"computing", "idle: weights", "idle: gate"} <= set(shares["engine"])
+    assert {"playing", "idle: gate"} <= set(shares["env worker"])
 
 
 def test_a_run_is_steered_from_another_terminal(tmp_path: Path) -> None:
@@ -55,6 +70,12 @@ def test_a_run_is_steered_from_another_terminal(tmp_path: Path) -> None:
         assert code == 0
         assert f"/{document['spec']['pipeline']['maxSteps']}" in shown
         assert "remaining" in shown
+
+        traced = tmp_path / "trace.json.gz"
+        code, said = cli("trace", str(output), "--steps", "2", "-o", str(traced))
+        assert (code, "2 whole steps" in said) == (0, True), said
+        assert "incomplete" not in said
+        check_phases(traced)
 
         for _ in range(2):  # the second one changes nothing
             code, said = cli("stop", str(output))

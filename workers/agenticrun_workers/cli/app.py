@@ -16,6 +16,7 @@ from agenticrun_workers.cli.init import init
 from agenticrun_workers.cli.package import package
 from agenticrun_workers.cli.report import report
 from agenticrun_workers.cli.run import run, validate
+from agenticrun_workers.cli.trace import trace
 from agenticrun_workers.cli.watch import logs, samples, watch
 
 app = typer.Typer(
@@ -35,7 +36,7 @@ app.command()(report)
 app.command()(doctor)
 app.command()(init)
 app.command()(package)
-for command in (watch, samples, logs, stop, checkpoint, suspend, resume):
+for command in (watch, samples, logs, trace, stop, checkpoint, suspend, resume):
     app.command()(command)
 
 

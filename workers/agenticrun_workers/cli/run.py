@@ -21,7 +21,7 @@ from agenticrun_workers.cli.common import (
     refuse,
 )
 from agenticrun_workers.reporting.display import duration, sparkline, time_shares
-from agenticrun_workers.reporting.run_folder import FolderInUse, RunFolder
+from agenticrun_workers.reporting.run_folder import TRACES, FolderInUse, RunFolder
 
 
 def run(
@@ -44,6 +44,14 @@ def run(
             "breakpoint() works in an environment, an estimator or a loss.",
         ),
     ] = False,
+    trace_steps: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Record a Perfetto trace of the start and of so many steps, in the output "
+            "folder. `agenticrun trace` records a run that trains.",
+        ),
+    ] = 0,
     changes: Changes = None,
 ) -> None:
     """Train on this machine, with the same YAML as on Kubernetes.
@@ -55,11 +63,17 @@ def run(
     folder = (
         output or new_folder(Path("runs") / loaded.metadata.name, datetime.now(UTC))
     ).resolve()
-    train(loaded, folder, file.parent, file, in_process=in_process)
+    train(loaded, folder, file.parent, file, in_process=in_process, trace_steps=trace_steps)
 
 
 def train(
-    run: AgenticRun, folder: Path, code: Path, file: Path, *, in_process: bool = False
+    run: AgenticRun,
+    folder: Path,
+    code: Path,
+    file: Path,
+    *,
+    in_process: bool = False,
+    trace_steps: int = 0,
 ) -> NoReturn:
     """Train a run in an output folder, say where everything is, and end the command.
 
@@ -69,6 +83,7 @@ def train(
         code: the folder of its modules.
         file: its run file, which the last line names if the run failed.
         in_process: without Ray.
+        trace_steps: number of steps to record from the beginning.
     """
     look_in(code)
     console = Console()
@@ -79,7 +94,14 @@ def train(
     from agenticrun_workers.errors import InvalidConfig
 
     try:
-        report = run_locally(run, folder, console, in_process=in_process, code=code.resolve())
+        report = run_locally(
+            run,
+            folder,
+            console,
+            in_process=in_process,
+            code=code.resolve(),
+            trace_steps=trace_steps,
+        )
     except (InvalidConfig, FolderInUse) as error:
         give_up(str(error))
     for line in closing_lines(run, RunFolder(folder), report, file):
@@ -114,6 +136,7 @@ def closing_lines(run: AgenticRun, folder: RunFolder, report: FinalReport, file:
         ("metrics", folder.path / "metrics.jsonl"),
         ("samples", folder.path / "samples"),
         ("log", folder.path / "run.log"),
+        ("traces", folder.path / TRACES),
         ("checkpoint", checkpoint or "none was saved"),
     ]
     if run.spec.tracking.render_dir:

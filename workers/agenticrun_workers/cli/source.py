@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
+import psutil
 import typer
 
 from agenticrun_api import AgenticRun, AgenticRunStatus, InvalidRun, Outcome, Role, parse_run
@@ -47,7 +48,10 @@ from agenticrun_workers.reporting.run_folder import (
     CHECKPOINT,
     SAMPLES,
     STOP,
+    TRACES,
     RunFolder,
+    TraceRequest,
+    ask_for_trace,
     without_secrets,
 )
 
@@ -173,6 +177,23 @@ class RunSource(Protocol):
         """Go on from the newest checkpoint. Return what happens now."""
         ...
 
+    @property
+    def trace_poll_seconds(self) -> float:
+        """Time between two calls of `trace`."""
+        ...
+
+    def ask_for_trace(self, name: str, steps: int) -> None:
+        """Ask for a trace of the next steps, as `driver/trace.py` expects it."""
+        ...
+
+    def end_trace(self, name: str) -> None:
+        """Ask for what there is of a trace."""
+        ...
+
+    def trace(self, name: str) -> bytes | None:
+        """Return the file of a trace that was asked for; None while there is none."""
+        ...
+
 
 def open_run(run: str, namespace: str | None, context: str | None) -> RunSource:
     """Return the source of a run; give up with a message if `run` can be neither."""
@@ -295,14 +316,44 @@ class FolderSource:
         code = Path(attempts[-1].get("code", path)) if attempts else path
         train(run, path, code, path / "run.yaml")
 
-    def _signal(self, number: int) -> None:
+    trace_poll_seconds: ClassVar[float] = 0.3
+
+    def ask_for_trace(self, name: str, steps: int) -> None:
+        """See `RunSource`."""
+        self._process()
+        ask_for_trace(self.folder.path, name, steps)
+
+    def end_trace(self, name: str) -> None:
+        """See `RunSource`."""
+        self._request(name).withdraw()
+
+    def trace(self, name: str) -> bytes | None:
+        """See `RunSource`."""
+        request = self._request(name)
+        alive = self.folder.process() is not None  # before the look: it writes, then it ends
+        if request.answer.exists():
+            return request.answer.read_bytes()
+        if request.failure.exists():
+            raise SourceError(f"{self.folder.path}: no trace: {request.failure.read_text()}")
+        if not alive:
+            request.withdraw()
+            raise SourceError(f"{self.folder.path}: the run has ended without a trace: see run.log")
+        return None
+
+    def _request(self, name: str) -> TraceRequest:
+        return TraceRequest(self.folder.path / TRACES / f"{name}.request", 0)
+
+    def _process(self) -> psutil.Process:
         process = self.folder.process()
         if process is None:
             raise SourceError(
                 f"no process of this machine trains in {self.folder.path}; "
                 "one that has just started answers in some seconds"
             )
-        process.send_signal(number)
+        return process
+
+    def _signal(self, number: int) -> None:
+        self._process().send_signal(number)
 
 
 NO_CLUSTER = "localhost:8080"
@@ -362,6 +413,7 @@ class ClusterSource:
         self._kubectl = kubectl
         self._name = name
         self._copy: Path | None = None
+        self._output: str | None = None
 
     def read(self, *, steps: int = ALL, samples: int = ALL) -> Reading:
         """See `RunSource`."""
@@ -462,6 +514,45 @@ class ClusterSource:
             raise SourceError(f"{self._name} is {phase}: only a run that trains saves a checkpoint")
         self._kubectl.run("exec", head, "-c", RAY_CONTAINER, "--", "python", "-c", ASK_CHECKPOINT)
         return f"{self._name}: the run saves a checkpoint after its current step"
+
+    trace_poll_seconds: ClassVar[float] = 2.0
+
+    def ask_for_trace(self, name: str, steps: int) -> None:
+        """See `RunSource`."""
+        script = 'mkdir -p "$(dirname "$1")" && echo "$2" > "$1.new" && mv "$1.new" "$1"'
+        self._at_head(script, f"{self._trace_file(name)}.request", str(steps))
+
+    def end_trace(self, name: str) -> None:
+        """See `RunSource`."""
+        self._at_head('rm -f "$1"', f"{self._trace_file(name)}.request")
+
+    def trace(self, name: str) -> bytes | None:
+        """See `RunSource`."""
+        script = (
+            'if [ -e "$1.json.gz" ]; then cat "$1.json.gz"; '
+            'elif [ -e "$1.failed" ]; then echo "no trace: $(cat "$1.failed")" >&2; exit 3; fi'
+        )
+        return self._at_head(script, self._trace_file(name)) or None
+
+    def _trace_file(self, name: str) -> str:
+        from agenticrun_workers.driver.checkpoints import cluster_folders
+        from agenticrun_workers.errors import InvalidConfig
+
+        if self._output is None:
+            try:
+                self._output = str(cluster_folders(parse_served(self._document()))[0])
+            except (InvalidRun, InvalidConfig) as error:
+                raise SourceError(str(error)) from error
+        return f"{self._output}/{TRACES}/{name}"
+
+    def _at_head(self, script: str, *arguments: str) -> bytes:
+        """Run a script in the head pod and return what it prints."""
+        head = self._head()
+        if head is None:
+            phase = repair_status(self._document().get("status")).phase
+            raise SourceError(f"{self._name} is {phase}: only a run that trains can be traced")
+        words = ("exec", head, "-c", RAY_CONTAINER, "--", "sh", "-c", script, "sh", *arguments)
+        return self._kubectl.run(*words, timeout=PACK_SECONDS)
 
     def _document(self) -> dict[str, Any]:
         try:

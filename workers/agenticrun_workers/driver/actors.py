@@ -19,6 +19,7 @@ from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
+from agenticrun_workers.tracing import Traced
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.trainer.rank import CRITIC, REFERENCE, RankActor
 from agenticrun_workers.trainer.reference_and_critic import CriticActor, ReferenceActor
@@ -52,6 +53,7 @@ class RunActors:
         """Set when trainers may use their devices: no engine is starting on them."""
         self._env_workers_made = 0
         self._watchers: list[asyncio.Task[None]] = []
+        self._ranks: dict[str, ActorHandle[RankActor]] = {}
         self.weights: WeightSync | None = None
         self._actors: list[ActorHandle[object]] = []
         self.placements: list[Placement] = []
@@ -84,6 +86,12 @@ class RunActors:
     def failures(self) -> list[asyncio.Future[None]]:
         """Futures that fail when actors die and cannot be replaced."""
         return [self.engines.failure, *self._watchers]
+
+    @property
+    def traced(self) -> dict[str, ActorHandle[Traced]]:
+        """The actors of now that a trace records, by name."""
+        workers = {f"env worker {number}": actor for number, actor in self.envs.workers.items()}
+        return {**self._ranks, **self.engines.engines, **workers}
 
     async def discard(self, results: list[EpisodeResult]) -> None:
         """Delete these trajectories from the stores."""
@@ -197,6 +205,12 @@ class RunActors:
         ]
         references = self._scoring_ranks(ReferenceActor, Role.REFERENCE)
         critics = self._scoring_ranks(CriticActor, Role.CRITIC)
+        for role, actors in (
+            (Role.TRAINER, trainers),
+            (Role.REFERENCE, references),
+            (Role.CRITIC, critics),
+        ):
+            self._ranks |= {f"{role}-{rank}": actor for rank, actor in enumerate(actors)}
         placements = await self._place(trainers)
         self._trainer_places.set_result(placements)
         self._source.set_result(await self._make_source(trainers[0]))

@@ -18,6 +18,7 @@ from agenticrun_workers.driver.loop import Loop, LoopParts, checkpoint_status, p
 from agenticrun_workers.driver.metrics import success_of
 from agenticrun_workers.driver.progress import AttemptId, ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
+from agenticrun_workers.driver.trace import TraceSession
 from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.errors import InvalidConfig
@@ -29,6 +30,7 @@ from agenticrun_workers.rollout.controller import RolloutController
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import GroupPlan
 from agenticrun_workers.rollout.recording import record_or_replay
+from agenticrun_workers.tracing import GROUPS_RUNNING
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +134,12 @@ class AttemptRunner:
                 state.step if state else 0,
                 lambda: progress.max_steps,
             )
+            trace = TraceSession(
+                self.output,
+                self.run.metadata.name,
+                lambda: actors.traced,
+                lambda: {GROUPS_RUNNING: actors.envs.running},
+            )
             parts = LoopParts(
                 pipeline=spec.pipeline,
                 trainers=actors.trainers,
@@ -154,11 +162,14 @@ class AttemptRunner:
                 devices=SharedDevices(actors.trainers, actors.engines) if spec.colocated else None,
                 restarted=self.attempt.number > 1,
                 failures=actors.failures,
+                trace=trace,
             )
             loop = Loop(parts, state)
             try:
-                await loop.run()
+                with trace.recorder.main:
+                    await loop.run()
             finally:
+                await trace.close()
                 await rollout.stop()
                 for tracker in trackers:
                     await asyncio.to_thread(tracker.close)

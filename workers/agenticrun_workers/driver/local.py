@@ -34,10 +34,14 @@ from agenticrun_workers.reporting.run_folder import (
     CHECKPOINT,
     RecordedProgress,
     announced_process,
+    ask_for_trace,
     refuse_if_in_use,
 )
 
 log = logging.getLogger(__name__)
+
+START_TRACE = "start"
+"""Name of a trace from the beginning."""
 
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 """Fits the weights of the small models that train on one machine; the rest spills to disk."""
@@ -62,6 +66,7 @@ def run_locally(
     *,
     in_process: bool = False,
     code: Path | None = None,
+    trace_steps: int = 0,
 ) -> FinalReport:
     """Train `run` on this machine.
 
@@ -73,6 +78,7 @@ def run_locally(
         console: where the display is drawn.
         in_process: run all actors in this process, so that a debugger can stop in them.
         code: folder of the user's modules, which a later `agenticrun resume` needs, too.
+        trace_steps: number of steps to record from the beginning.
 
     Raises:
         InvalidConfig: the run is suspended, asks for more GPUs than this machine has, or cannot be
@@ -89,6 +95,8 @@ def run_locally(
         run = with_patience(run)
     refuse_if_in_use(output)
     output.mkdir(parents=True, exist_ok=True)
+    if trace_steps:
+        ask_for_trace(output, START_TRACE, trace_steps)
     owns_terminal = console.is_terminal and not in_process
     display: LiveDisplay | PlainDisplay = (
         LiveDisplay(console, run) if owns_terminal else PlainDisplay(console)

@@ -43,11 +43,13 @@ from agenticrun_workers.driver.metrics import (
 from agenticrun_workers.driver.progress import ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.step import Trainers, TrainingStep, select_groups
+from agenticrun_workers.driver.trace import TraceSession
 from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.errors import InvalidConfig, ScheduleEnded
 from agenticrun_workers.reporting.trackers import Tracker
 from agenticrun_workers.rollout.controller import Batch, Discard, RolloutPosition
+from agenticrun_workers.tracing import count, span
 from agenticrun_workers.trainer.batch import optimizer_steps_per_batch
 from agenticrun_workers.weights.sync import SyncReport, WeightSync
 
@@ -121,6 +123,8 @@ class LoopParts:
     """True for a later attempt of a run."""
     failures: list[asyncio.Future[None]] = field(default_factory=list)
     """Each fails when actors of the run die and cannot be replaced."""
+    trace: TraceSession | None = None
+    """Records steps that `agenticrun trace` asks for."""
 
 
 class Loop:
@@ -172,6 +176,7 @@ class Loop:
             GuardTripped: an alarm is up, and `guards.action` is Fail.
         """
         try:
+            await self._begin_or_end_trace()
             if self._fresh:
                 await self._begin()
             await self._plan_schedules()
@@ -201,7 +206,12 @@ class Loop:
         self._step += 1
         await self._log(batch, metrics)
         await self._save_if_due()
+        await self._begin_or_end_trace()
         self._guards.enforce()
+
+    async def _begin_or_end_trace(self) -> None:
+        if self._parts.trace:
+            await self._parts.trace.between_steps(self._step)
 
     async def _has_steps(self) -> bool:
         """Take changed settings over, and return True if there are steps left."""
@@ -250,17 +260,19 @@ class Loop:
         self._parts.progress.activity(Activity.WARMUP)
         steps = self._pipeline.warmup.steps if self._pipeline.warmup else 0
         done = 0
-        async for metrics in self._parts.warmup.steps():
-            self._parts.requests.check_stop()
-            done += 1
-            self._parts.progress.metrics(metrics)
-            self._parts.progress.activity(
-                Activity.WARMUP,
-                f"warm-up step {done} of {steps}, loss {metrics['warmup/loss']:.3f}",
-            )
+        with span("warmup"):
+            async for metrics in self._parts.warmup.steps():
+                self._parts.requests.check_stop()
+                done += 1
+                self._parts.progress.metrics(metrics)
+                self._parts.progress.activity(
+                    Activity.WARMUP,
+                    f"warm-up step {done} of {steps}, loss {metrics['warmup/loss']:.3f}",
+                )
         await self._parts.trainers.freeze_reference()
         if self._parts.validator.enabled:
-            self._baselines = await self._guarded(self._parts.validator.random_baseline())
+            with span("random_baseline"):
+                self._baselines = await self._guarded(self._parts.validator.random_baseline())
         self._fresh = False
 
     async def _sync_weights_if_due(self) -> None:
@@ -337,6 +349,8 @@ class Loop:
         self._sync = None
         metrics["rollout/aborted_tokens"] += engines.pop("rollout/aborted_tokens")
         metrics |= engines
+        for name in TRACED_METRICS:
+            count(name, metrics[name])
         watched = self._guards.observe(metrics)
         metrics |= watched.metrics
         for tracker in self._parts.trackers:
@@ -390,6 +404,8 @@ class Loop:
         return await self._parts.requests.unless_stopped(work, self._parts.failures)
 
 
+TRACED_METRICS = ("staleness/mean", "staleness/max", "rollout/queue_depth")
+"""Metrics of steps that are counters in a trace."""
 KL_PART, GUARDS_PART, SCHEDULE_PART, REQUEUED_PART = "kl_coef", "guards", "schedule", "requeued"
 """Keys of `DriverState.parts`."""
 

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from agenticrun_workers.rollout.controller import Batch
 from agenticrun_workers.rollout.groups import EpisodeResult, every_trajectory
+from agenticrun_workers.tracing import span
 from agenticrun_workers.types import StopReason
 from agenticrun_workers.weights.transports import Transport
 
@@ -93,7 +94,7 @@ def success_of(metrics: Mapping[str, float]) -> float | None:
 
 
 class Stopwatch:
-    """Adds up the seconds that each phase of a step takes."""
+    """Adds up the seconds that each phase of a step takes. A trace has a span of each."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -102,7 +103,8 @@ class Stopwatch:
     def phase(self, name: str) -> Iterator[None]:
         """Add the time inside to phase `name`; nothing if it raises."""
         begin = time.perf_counter()
-        yield
+        with span(name):
+            yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def reset(self) -> dict[str, float]:

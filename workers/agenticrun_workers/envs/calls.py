@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from agenticrun_workers.envs.env import Env, EnvFault, MetricMode, StepResult, TakesItem
+from agenticrun_workers.tracing import span
 from agenticrun_workers.types import StopReason, Stream
 
 MAX_MESSAGE = 500
@@ -242,15 +243,17 @@ class EnvCalls:
         self, env: Env, seed: int, stream: Stream, item: Mapping[str, Any] | None = None
     ) -> Start:
         """Begin an episode, with `item` if there is one. Raises `EnvFault`."""
-        if item is not None:
-            await self._call(env, cast(TakesItem, env).set_item, item)
-        places, names = reset_arguments(env, seed, split_of(stream))
-        answer = await self._call(env, env.reset, *places, **names)
+        with span("reset"):
+            if item is not None:
+                await self._call(env, cast(TakesItem, env).set_item, item)
+            places, names = reset_arguments(env, seed, split_of(stream))
+            answer = await self._call(env, env.reset, *places, **names)
         return checked_start(answer, getattr(env, "instruction", ""))
 
     async def step(self, env: Env, action: str) -> StepResult:
         """Play the text of an answer. Raises `EnvFault`."""
-        return checked_step(await self._call(env, env.step, action))
+        with span("step"):
+            return checked_step(await self._call(env, env.step, action))
 
     async def valid_actions(self, env: Env) -> list[str]:
         """Return the valid answers; empty if they cannot be listed. Raises `EnvFault`."""

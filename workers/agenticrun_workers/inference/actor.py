@@ -27,6 +27,15 @@ from agenticrun_workers.launch import current_node
 from agenticrun_workers.launch.liveness import POLL_SECONDS
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.placement import Placement, current_placement
+from agenticrun_workers.tracing import (
+    ASLEEP,
+    ENGINE,
+    REQUESTS_IN_FLIGHT,
+    TOKENS,
+    WEIGHTS,
+    Recorder,
+    Traced,
+)
 from agenticrun_workers.types import Generation, GenerationRequest
 from agenticrun_workers.weights.buckets import TORCH_NAMES, CorruptBucket, TensorSpec, Verifier
 
@@ -51,7 +60,7 @@ def log_folder() -> Path:
     return session_logs()
 
 
-class EngineActor:
+class EngineActor(Traced):
     """Serves one engine to many clients.
 
     Only `start` imports engines, because the driver imports this module.
@@ -59,6 +68,7 @@ class EngineActor:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.recorder = Recorder(name, ENGINE, self._load)
         self._port = RequestPort(
             self._generate, self._abort, current_node().address, progress=self._progress
         )
@@ -151,6 +161,8 @@ class EngineActor:
     async def begin_update(self, version: int) -> None:
         """Stop sampling. The buckets that follow are the weights of this policy version."""
         self._verifier.forget()
+        if self.recorder.on:
+            self.recorder.open(WEIGHTS, 0, WEIGHTS, {"version": version})
         self._incoming = IncomingWeights(self._engine, version, self._verifier)
 
     async def take_bucket(self, path: str, checksum: int) -> None:
@@ -169,6 +181,7 @@ class EngineActor:
             EngineError: the update has failed.
         """
         await self._incoming.finish()
+        self.recorder.close(WEIGHTS)
         self._awake = True
         for woken in self._waiting.values():
             woken.set()
@@ -193,9 +206,10 @@ class EngineActor:
         """
         dtypes = [TORCH_NAMES[shape.dtype] for shape in shapes]
         sizes = [list(shape.shape) for shape in shapes]
-        await self._broadcast_engine().update_from_broadcast(
-            [shape.name for shape in shapes], dtypes, sizes, version
-        )
+        with self.recorder.span(WEIGHTS, version=version):
+            await self._broadcast_engine().update_from_broadcast(
+                [shape.name for shape in shapes], dtypes, sizes, version
+            )
 
     async def requests_address(self) -> Address:
         """Return the address to which clients send their requests."""
@@ -204,7 +218,32 @@ class EngineActor:
     async def stats(self) -> EngineStats:
         return self._engine.stats()
 
+    def _load(self) -> dict[str, float]:
+        stats = self._engine.stats()
+        return {
+            REQUESTS_IN_FLIGHT: self._port.load.requests,
+            "requests computing": stats.running,
+            "requests waiting": stats.waiting,
+            TOKENS: stats.generated_tokens,
+            ASLEEP: float(not self._awake),
+        }
+
     async def _generate(self, request: GenerationRequest) -> Generation:
+        if not self.recorder.on:
+            return await self._sample(request)
+        tokens = len(request.prompt_tokens)
+        name = request.request_id.rpartition("/")[2]
+        self.recorder.count(REQUESTS_IN_FLIGHT, self._port.load.requests)
+        with self.recorder.track(name, id=request.request_id, prompt_tokens=tokens) as track:
+            try:
+                generation = await self._sample(request)
+            finally:
+                if self.recorder.on:
+                    self.recorder.count(REQUESTS_IN_FLIGHT, self._port.load.requests - 1)
+            track.note(tokens=len(generation.tokens_T), finish=generation.finish.value)
+            return generation
+
+    async def _sample(self, request: GenerationRequest) -> Generation:
         while not self._awake:
             woken = self._waiting[request.request_id] = asyncio.Event()
             await woken.wait()

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+
+from agenticrun_workers.tracing import recording, span
 
 
 def compute_device() -> torch.device:
@@ -28,3 +34,15 @@ def collective_backends(device: torch.device) -> str:
     NCCL carries tensors on GPUs, gloo those in host memory.
     """
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+@contextmanager
+def device_span(name: str, **args: Any) -> Iterator[None]:
+    """Record the `with` block, until the GPU has done its work, as `tracing.span` does.
+
+    Without a trace nothing waits for the GPU.
+    """
+    with span(name, **args):
+        yield
+        if recording() and torch.cuda.is_available():
+            torch.cuda.synchronize()

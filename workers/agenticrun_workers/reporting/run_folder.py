@@ -7,6 +7,7 @@
     checkpoints/    in local mode
     progress.json   in local mode: the newest progress snapshot
     process.json    in local mode: the process that trains; it takes signals
+    traces/         traces that were recorded, and requests for more (driver/trace.py)
     run.log         in local mode; driver.log on a cluster
 
 The folder may be that of a run which still trains, so a line may be half written.
@@ -271,6 +272,56 @@ def gpus() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """A file that asks a run for a trace of its next steps."""
+
+    file: Path
+    steps: int
+
+    @property
+    def answer(self) -> Path:
+        """The trace."""
+        return self.file.with_suffix(".json.gz")
+
+    @property
+    def failure(self) -> Path:
+        """A text: why there is no trace."""
+        return self.file.with_suffix(".failed")
+
+    def withdraw(self) -> None:
+        """Want no trace, or no more of it."""
+        self.file.unlink(missing_ok=True)
+
+    def fail(self, reason: str) -> None:
+        """Answer that there is no trace."""
+        with suppress(OSError):
+            self.failure.write_text(reason)
+            self.withdraw()
+
+
+TRACES = "traces"
+
+
+def ask_for_trace(folder: Path, name: str, steps: int) -> TraceRequest:
+    """Ask the run in this folder for a trace of its next steps."""
+    file = folder / TRACES / f"{name}.request"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_suffix(".new")
+    aside.write_text(str(steps))
+    aside.replace(file)
+    return TraceRequest(file, steps)
+
+
+def trace_requests(folder: Path) -> list[TraceRequest]:
+    """Return the requests for traces, the oldest first."""
+    found = []
+    for file in sorted((folder / TRACES).glob("*.request"), key=lambda file: file.name):
+        with suppress(OSError, ValueError):
+            found.append(TraceRequest(file, int(file.read_text())))
+    return found
 
 
 class RecordedProgress:

@@ -24,6 +24,7 @@ from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.group_run import FinishedGroup, GroupRun, trainable
 from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupPlan, VersionBounds
 from agenticrun_workers.rollout.log_once import LogOnce
+from agenticrun_workers.tracing import GROUPS_READY, count
 
 log = logging.getLogger(__name__)
 
@@ -189,6 +190,7 @@ class RolloutController:
         counts.length_bias = float(np.mean([group.length_bias for group in groups]))
         self._set_bounds(self._gate.version + 1)
         self._requeue_stale()
+        count(GROUPS_READY, len(self._ready))
         return Batch(tuple(groups), counts, len(self._ready), dict(self._breaker.evicted))
 
     def _batch_ready(self) -> bool:
@@ -302,6 +304,7 @@ class RolloutController:
         else:
             self._gate.accept()
             self._ready.append(run)
+            count(GROUPS_READY, len(self._ready))
 
     def _check_bounds(self, untrainable: list[EpisodeResult]) -> None:
         counts, chosen = self._counts, self._plan.filter

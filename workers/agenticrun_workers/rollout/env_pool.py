@@ -34,6 +34,7 @@ from agenticrun_workers.rollout.groups import (
     VersionBounds,
 )
 from agenticrun_workers.serialization import pack, unpack
+from agenticrun_workers.tracing import GROUPS_RUNNING, count
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory
 
 if TYPE_CHECKING:
@@ -200,6 +201,16 @@ class EnvPool:
         self._idle_since, self._idle_seconds = time.perf_counter(), 0.0
 
     @property
+    def running(self) -> int:
+        """Number of groups that are being run."""
+        return self._running
+
+    @property
+    def workers(self) -> dict[int, ActorHandle[EnvWorker]]:
+        """The workers that are alive, by number."""
+        return {worker.number: worker.handle for worker in self._workers}
+
+    @property
     def idle_seconds(self) -> float:
         """Time so far without a group to run."""
         now = time.perf_counter()
@@ -221,11 +232,13 @@ class EnvPool:
             deaths=SUSPECT_AFTER if given_up else 0,
         )
         self._idle_seconds, self._running = self.idle_seconds, self._running + 1
+        count(GROUPS_RUNNING, self._running)
         self._assign(opened)
         try:
             return await opened.done
         finally:
             self._running -= 1
+            count(GROUPS_RUNNING, self._running)
             self._idle_since = time.perf_counter()
             for worker in self._workers:
                 worker.remove(opened)

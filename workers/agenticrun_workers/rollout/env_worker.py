@@ -27,13 +27,20 @@ from agenticrun_workers.rollout.episode_runner import (
 from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, VersionBounds
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.serialization import pack, unpack
+from agenticrun_workers.tracing import (
+    ENV_WORKER,
+    EPISODES_IN_FLIGHT,
+    Recorder,
+    Traced,
+    span,
+)
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class EnvWorker:
+class EnvWorker(Traced):
     """Actor that runs episodes.
 
     Call `describe`, then `setup`; then `set_endpoints`, `set_bounds`, `submit`, `abort` and
@@ -49,6 +56,9 @@ class EnvWorker:
         from agenticrun_workers.models.tokenizer import load_tokenizer
 
         self._load_tokenizer = load_tokenizer
+        self.recorder = Recorder(
+            name, ENV_WORKER, lambda: {EPISODES_IN_FLIGHT: float(len(self._running))}
+        )
         self._name = name
         self._pipeline = pipeline
         self._limit = asyncio.Semaphore(pipeline.train_envs.max_envs_per_worker)
@@ -133,14 +143,25 @@ class EnvWorker:
 
     async def _run_episode(self, episode: RunningEpisode) -> None:
         task = episode.task
-        try:
-            async with self._limit:
-                await self._runner.run(episode)
-            await self._runner.judge(episode)
-        except asyncio.CancelledError:  # only `abort` and `set_bounds` cancel it
-            episode.trajectories = [episode.abandoned()]
-        finally:
-            del self._running[episode.key, task.attempt]
+        key = episode.key
+        name = f"{key.group}.{key.member} {task.tag}"
+        with self.recorder.track(name, stream=task.stream.value, attempt=task.attempt) as track:
+            self._count_episodes()
+            try:
+                with span("wait for a place"):
+                    await self._limit.acquire()
+                try:
+                    await self._runner.run(episode)
+                finally:
+                    self._limit.release()
+                await self._runner.judge(episode)
+            except asyncio.CancelledError:  # only `abort` and `set_bounds` cancel it
+                episode.trajectories = [episode.abandoned()]
+            finally:
+                del self._running[episode.key, task.attempt]
+                self._count_episodes()
+            ending = episode.trajectories[-1]
+            track.note(stop=ending.stop_reason.value, turns=len(ending.turns))
         keeps = task.stream is not Stream.VALIDATION
         result = self._runner.result(
             episode, store=episode.key.group % len(self._endpoints.stores) if keeps else -1
@@ -156,6 +177,10 @@ class EnvWorker:
             self._unstored_event.set()
         else:
             self._outbox.put(result)
+
+    def _count_episodes(self) -> None:
+        if self.recorder.on:
+            self.recorder.count(EPISODES_IN_FLIGHT, len(self._running))
 
     async def _store_finished(self) -> None:
         """Send trajectories to their stores. A result is published once its tokens are stored."""

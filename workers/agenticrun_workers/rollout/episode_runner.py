@@ -22,6 +22,7 @@ from agenticrun_workers.rollout.demonstrations import Demonstrations
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, VersionBounds, as_episode
 from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.rollout.rewards import JudgePanel, judged_episode
+from agenticrun_workers.tracing import span
 from agenticrun_workers.types import (
     EpisodeKey,
     Generation,
@@ -168,7 +169,8 @@ class EpisodeRunner:
     async def _collected(self, running: RunningEpisode) -> list[Trajectory]:
         task, key = running.task, running.key
         episode = Episode.seeded(self._pipeline.seed, key, task.tag, task.attempt, self._item(task))
-        env, whole = await self._envs.take(task.tag), False
+        with span("build"):
+            env, whole = await self._envs.take(task.tag), False
         try:
             timeout = step_timeout(self._pipeline, self._pipeline.env(task.tag))
             generate = (
@@ -203,7 +205,8 @@ class EpisodeRunner:
             if partial and running.asked_version is None:
                 running.asked_version = self.bounds.newest
             priority = request_priority(running.task, groups, len(running.answers))
-            generation = await generate(replace(request, priority=priority))
+            with span("generate"):
+                generation = await generate(replace(request, priority=priority))
             running.answers.append(generation)
             if len(generation.versions_T):
                 self.learn(VersionBounds(newest=int(generation.versions_T.max())))
@@ -220,9 +223,12 @@ class EpisodeRunner:
             and not task.demonstration
             and self._sources.judges.judges(task.tag)
         ):
-            running.trajectories = list(
-                await asyncio.gather(*(self._judged(task, each) for each in running.trajectories))
-            )
+            with span("judge"):
+                running.trajectories = list(
+                    await asyncio.gather(
+                        *(self._judged(task, each) for each in running.trajectories)
+                    )
+                )
 
     async def _judged(self, task: GroupTask, trajectory: Trajectory) -> Trajectory:
         if not trajectory.stop_reason.trainable:

@@ -16,6 +16,7 @@ from agenticrun_workers.algorithms.losses import (
     token_coefficients,
     value_loss,
 )
+from agenticrun_workers.models.devices import device_span
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, ShardedModule
 from agenticrun_workers.trainer.micro_batch import MicroBatch, responses_and_end, weighted
@@ -99,7 +100,8 @@ class CriticTrainer:
         else:
             sums = self._backward(samples, loss, totals)
             metrics = {f"critic/{name}": value for name, value in zip(SUMS, sums, strict=True)}
-            metrics["critic/grad_norm"] = self._optimizer.step(rate)
+            with device_span("optimizer_step"):
+                metrics["critic/grad_norm"] = self._optimizer.step(rate)
             metrics["critic/lr"] = rate
         return metrics | {"critic/skipped_steps": float(self._optimizer.skipped)}
 
@@ -145,8 +147,10 @@ class CriticTrainer:
         """Sum the gradient over all micro-batches; return the metrics of `SUMS` over all ranks."""
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self._model.device)
         for batch in self._model.batcher.split(samples, weighted):
-            loss, metrics = self._loss(batch, samples, spec, totals)
-            loss.backward()  # type: ignore[no-untyped-call]
+            with device_span("forward"):
+                loss, metrics = self._loss(batch, samples, spec, totals)
+            with device_span("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
             sums += metrics
         return self._model.ranks.sum(sums.tolist())
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import PreTrainedModel
 
+from agenticrun_workers.models.devices import device_span
 from agenticrun_workers.models.lora import Adapters, whole_weights
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS
@@ -256,7 +257,10 @@ class Fsdp2Strategy:
     ) -> None:
         """See `Strategy`."""
         for batch in batches:
-            loss(batch, *self.model.module(batch, temperature)).backward()  # type: ignore[no-untyped-call]
+            with device_span("forward"):
+                part = loss(batch, *self.model.module(batch, temperature))
+            with device_span("backward"):
+                part.backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
         """See `Strategy`."""

@@ -15,6 +15,7 @@ from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.models.source import ModelSources, TokenizerCorpus
 from agenticrun_workers.serialization import pack, unpack
+from agenticrun_workers.tracing import span, traced
 from agenticrun_workers.trainer.batch import LogprobGaps, RankBatch, RankPlan, ScoredBatch
 from agenticrun_workers.trainer.rank import (
     ACTOR,
@@ -96,6 +97,7 @@ class TrainerActor(ReferenceUpdateMixin):
         self._recomputes_old = specs.needs_old_logprobs(pipeline)
         return self._strategy.data_rank
 
+    @traced
     def warm_up(self, keys: list[tuple[EpisodeKey, int]]) -> Metrics:
         """Take a supervised step. Collective.
 
@@ -116,6 +118,7 @@ class TrainerActor(ReferenceUpdateMixin):
         """See `PolicyTrainer.end_warm_up`. Call it after the last `warm_up`. Collective."""
         self._strategy.end_warm_up()
 
+    @traced
     def score(self, packed: bytes, *scores: bytes) -> bytes:
         """Fetch this rank's share of a batch and compute old and reference log-probs and values.
 
@@ -135,18 +138,22 @@ class TrainerActor(ReferenceUpdateMixin):
         )
         gaps: LogprobGaps = {}
         if self._recomputes_old:
-            batch.old_logprobs = self._strategy.compute_log_probs(batch.samples)
+            with span("old_log_probs"):
+                batch.old_logprobs = self._strategy.compute_log_probs(batch.samples)
             gaps = batch.logprob_gaps(self._strategy.policy_version)
         elif self._pipeline.old_log_probs == "Rollout":
             batch.old_logprobs = batch.rollout_logprobs()
         if self._reference is not None:
-            batch.ref_logprobs = self._reference.compute_log_probs(batch.samples)
+            with span("ref_log_probs"):
+                batch.ref_logprobs = self._reference.compute_log_probs(batch.samples)
         if self._critic is not None:
-            batch.compute_values(self._critic.compute_values)
+            with span("values"):
+                batch.compute_values(self._critic.compute_values)
         batch.merge_scores([unpack(part) for part in scores])
         kl = batch.turn_kl(algorithm.reward_kl.kind) if algorithm.reward_kl else None
         return pack(ScoredBatch(kl, gaps))
 
+    @traced
     def compute_advantages(self, packed: bytes) -> tuple[Metrics, bytes]:
         """Turn the credits of the turns into an advantage per token. Collective.
 
@@ -163,6 +170,7 @@ class TrainerActor(ReferenceUpdateMixin):
         critic_elsewhere = self._pipeline.uses_critic and self._critic is None
         return dict(metrics), pack(batch.value_targets() if critic_elsewhere else {})
 
+    @traced
     def train_critic(self) -> Metrics:
         """Take all optimizer steps of the batch with the critic that lives on this rank.
 
@@ -176,6 +184,7 @@ class TrainerActor(ReferenceUpdateMixin):
             ]
         )
 
+    @traced
     def train_actor(self, version: int, update: bool = True) -> Metrics:
         """Take all optimizer steps of the batch with the policy, and let go of the batch.
 
@@ -244,8 +253,9 @@ class TrainerActor(ReferenceUpdateMixin):
         Yields each bucket once it is written. Collective with `assist_export`.
         """
         writer = self._adapter_writer if adapters else self._writer
-        for written in writer.write(self._exported(adapters)):
-            yield replace(written, policy_version=self._strategy.policy_version)
+        with self.recorder.span("export_weights"):
+            for written in writer.write(self._exported(adapters)):
+                yield replace(written, policy_version=self._strategy.policy_version)
 
     def host_broadcast(self, host: str, port: int, world: int) -> None:
         """Form a process group with the engines, on rank 0, at its last `rendezvous`.
@@ -264,6 +274,7 @@ class TrainerActor(ReferenceUpdateMixin):
         except RuntimeError as error:
             raise BroadcastFailed(str(error)) from error
 
+    @traced
     def broadcast_weights(self) -> None:
         """Send all parameters to the engines, on rank 0. Collective with `assist_export`.
 
@@ -285,15 +296,18 @@ class TrainerActor(ReferenceUpdateMixin):
             self._group = None
             raise BroadcastFailed(str(broken)) from broken
 
+    @traced
     def assist_export(self, adapters: bool = False) -> None:
         """Take part in an export of rank 0, on the other ranks."""
         deque(self._exported(adapters), maxlen=0)
 
+    @traced
     def offload(self) -> None:
         """Move all models to host memory, which frees the device for an engine. Collective."""
         for strategy in self._strategies():
             strategy.offload()
 
+    @traced
     def onload(self) -> None:
         """Move all models back to the device. Collective."""
         for strategy in self._strategies():

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.losses import StepTotals
 from agenticrun_workers.algorithms.segments import Floats
+from agenticrun_workers.models.devices import device_span
 from agenticrun_workers.models.lora import Adapters
 from agenticrun_workers.models.pretrained import write_model
 from agenticrun_workers.trainer.actor_loss import (
@@ -182,7 +183,8 @@ class PolicyTrainer:
             self.strategy.steps.pass_over()
         else:
             metrics = self._forward_backward(samples, loss, totals)
-            metrics["actor/grad_norm"] = self.strategy.optimizer_step(rate)
+            with device_span("optimizer_step"):
+                metrics["actor/grad_norm"] = self.strategy.optimizer_step(rate)
             metrics["actor/lr"] = rate
         return metrics | {"actor/skipped_steps": float(self.strategy.steps.skipped)}
 
@@ -288,7 +290,8 @@ class PolicyTrainer:
         metrics = ActorMetrics(totals, batcher.device)
         loss = ActorLoss(samples, spec, totals, ranks.max, metrics)
         batches = batcher.split(samples, weighted)
-        self.strategy.forward_backward(batches, spec.temperature, loss)
+        with device_span("forward_backward", micro_batches=len(batches)):
+            self.strategy.forward_backward(batches, spec.temperature, loss)
         return metrics.result(ranks) | batcher.balance(batches)
 
     def _progress(self) -> dict[str, int]:

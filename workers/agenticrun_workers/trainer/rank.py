@@ -16,6 +16,7 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import ActorHandle, current_node
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.serialization import unpack
+from agenticrun_workers.tracing import Recorder, Traced, span, traced
 from agenticrun_workers.types import EpisodeKey, Trajectory
 from agenticrun_workers.weights.buckets import Verifier
 
@@ -34,12 +35,13 @@ class Trajectories(Protocol):
     async def get(self, keys: list[EpisodeKey]) -> bytes: ...
 
 
-class RankActor:
+class RankActor(Traced):
     """One rank of the models on the pods of `role`."""
 
     role: Role
 
     def __init__(self, rank: int, world_size: int, pipeline: Pipeline) -> None:
+        self.recorder = Recorder(f"{self.role}-{rank}", self.role.value)
         self._rank = rank
         self._world_size = world_size
         self._pipeline = pipeline
@@ -77,10 +79,12 @@ class RankActor:
         if self._pipeline.deterministic:
             torch.use_deterministic_algorithms(False)
 
+    @traced
     def save(self, part: str, folder: str) -> None:
         """Save this rank's shard of one model. Collective."""
         self._part(part).save(folder)
 
+    @traced
     def load(self, part: str, folder: str) -> None:
         """Load one model from a checkpoint. Collective.
 
@@ -129,6 +133,10 @@ class RankActor:
         return listener
 
     def _fetch(self, keys: Sequence[tuple[EpisodeKey, int]]) -> list[Trajectory]:
+        with span("fetch", trajectories=len(keys)):
+            return self._fetched(keys)
+
+    def _fetched(self, keys: Sequence[tuple[EpisodeKey, int]]) -> list[Trajectory]:
         by_store: dict[int, list[EpisodeKey]] = defaultdict(list)
         for key, store in keys:
             by_store[store].append(key)
@@ -161,6 +169,7 @@ class ReferenceUpdateMixin(RankActor):
         Verifier().check(Path(path), checksum)
         self._arrived.append(Path(path))
 
+    @traced
     def finish_update(self) -> None:
         """Load the received weights into the reference. Collective."""
         self._part(REFERENCE).load_weights(self._parameters())

@@ -7,6 +7,7 @@ from typing import Any
 from agenticrun_api import Role
 from agenticrun_workers.models.source import ModelSources
 from agenticrun_workers.serialization import pack, unpack
+from agenticrun_workers.tracing import traced
 from agenticrun_workers.trainer.batch import RankBatch, RankPlan
 from agenticrun_workers.trainer.rank import (
     CRITIC,
@@ -34,6 +35,7 @@ class ReferenceActor(ReferenceUpdateMixin):
         self._join(rendezvous, threads)
         self._reference = build_reference(self._pipeline, sources.reference, shared=False)
 
+    @traced
     def score(self, packed: bytes) -> bytes:
         """Compute log-probs of this rank's share of a batch. Collective.
 
@@ -71,6 +73,7 @@ class CriticActor(RankActor):
         self._value_loss = value_loss_spec(self._pipeline)
         self._batch: RankBatch | None = None
 
+    @traced
     def score(self, packed: bytes) -> bytes:
         """Compute values of this rank's share of a batch. Collective.
 
@@ -87,6 +90,7 @@ class CriticActor(RankActor):
         batch.compute_values(self._critic.compute_values)
         return pack(batch.scores())
 
+    @traced
     def train_critic(self, *targets: bytes) -> Metrics:
         """Take all optimizer steps of the scored batch. Collective; metrics equal on every rank.
 

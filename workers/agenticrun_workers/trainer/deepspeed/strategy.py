@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from agenticrun_workers.models.devices import compute_device
+from agenticrun_workers.models.devices import compute_device, device_span
 from agenticrun_workers.models.lora import Adapters, describe_lora, whole_weights
 from agenticrun_workers.trainer.checkpoint import (
     ModuleState,
@@ -361,8 +361,10 @@ class DeepSpeedStrategy:
     ) -> None:
         """See `Strategy`."""
         for number, batch in enumerate(batches, 1):
-            part = loss(batch, *self.steps.forward(batch, temperature))
-            self.steps.backward(part, last=number == len(batches))
+            with device_span("forward"):
+                part = loss(batch, *self.steps.forward(batch, temperature))
+            with device_span("backward"):
+                self.steps.backward(part, last=number == len(batches))
 
     def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
         """See `Strategy`."""
