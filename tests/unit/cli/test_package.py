@@ -190,10 +190,19 @@ def test_the_worker_image_has_what_the_dockerfile_uses() -> None:
     assert "\nopenai==" in (ROOT / "locks/workers.txt").read_text()
 
 
-def test_the_image_begins_with_the_worker_of_the_engine(folder: Path) -> None:
+def test_the_image_begins_with_the_releases_worker_of_the_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agenticrun_workers.cli.package.REGISTRY", "ghcr.io/us")
     change = ("--set", "pipeline.actorInfer.strategy.name=vllm")
     assert package(folder, "--image", "context", *change)[0] == 0
-    assert "\nFROM agenticrun/worker-vllm:" in Path("context/Dockerfile").read_text()
+    assert "\nFROM ghcr.io/us/worker-vllm:" in Path("context/Dockerfile").read_text()
+
+
+def test_without_a_release_the_image_must_be_named(folder: Path) -> None:
+    code, output = package(folder, "--image", "context")
+    assert (code, Path("context").exists()) == (64, False)
+    assert "--base registry.example.org/agenticrun/worker:" in " ".join(output.split())
 
 
 def test_a_file_that_the_copy_lacks_is_found_here(folder: Path) -> None:
@@ -378,7 +387,7 @@ def test_packages_that_the_worker_image_lacks_are_warned_of(folder: Path) -> Non
     assert "words.py:4 imports absent_package, which the worker image does not have" in output
     assert "imports yaml" not in output
     (folder / "requirements.txt").write_text("absent_package\n")
-    for options in ((), ("--image", "context")):
+    for options in ((), ("--image", "context", "--base", "worker:1")):
         code, output = package(folder, *options)
         assert (code, "absent_package" in output) == (0, False), output
         assert "imports pytest" in output

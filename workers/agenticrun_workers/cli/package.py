@@ -61,8 +61,8 @@ def package(
         str | None,
         typer.Option(
             metavar="IMAGE",
-            help="Worker image that --image begins with. Default: that of this version, with the "
-            "run's engine.",
+            help="Worker image that --image begins with. Default, in a release: its own, with the "
+            "run's engine. A checkout has none.",
         ),
     ] = None,
     output: Annotated[
@@ -115,6 +115,8 @@ def package(
     if not is_ours(target):
         typer.echo(f"{target} is not from agenticrun package: choose another name", err=True)
         raise typer.Exit(2)
+    if image is not None and base is None:
+        base = worker_image(run)
     typer.echo(f"{len(contents)} files, {size(sum(map(len, contents.values())))}:")
     for path, content in contents.items():
         typer.echo(f"  {size(len(content)):>10}  {path} ({code.files[path]})")
@@ -125,7 +127,8 @@ def package(
     if image is None:
         target.write_text(HEADER + manifest_text(manifest))
     else:
-        write_context(target, contents, packages, base or worker_image(run))
+        assert base is not None, "set with --image"
+        write_context(target, contents, packages, base)
     lines = next_steps(run, file, target, name, bool(packages), image=image is not None)
     for line in lines:
         typer.echo(line)
@@ -250,10 +253,20 @@ def is_ours(target: Path) -> bool:
 
 
 def worker_image(run: AgenticRun) -> str:
-    """Return the worker image of this version that has the run's engine."""
+    """Return the worker image of this release that has the run's engine.
+
+    Raises:
+        typer.Exit: this is no release, so it has no images.
+    """
     engine = run.spec.pipeline.actor_infer.strategy.name
     name = "worker" if engine == "transformers" else f"worker-{engine}"
-    return f"{REGISTRY or 'agenticrun'}/{name}:{__version__}"
+    if not REGISTRY:
+        give_up(
+            "this version of agenticrun is not from a release, so it names no images: write "
+            f"the one that your cluster uses, such as --base registry.example.org/agenticrun/{name}"
+            f":{__version__}"
+        )
+    return f"{REGISTRY}/{name}:{__version__}"
 
 
 def dockerfile(base: str, *, packages: bool) -> str:
