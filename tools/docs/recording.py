@@ -102,6 +102,8 @@ def main() -> None:
         draw(screen, font).quantize(palette=palette, dither=Image.Dither.NONE) for screen in shown
     ]
     times = [round(FRAME_SECONDS * 1000)] * (len(images) - 1) + [round(LAST_SECONDS * 1000)]
+    # A reader that shows no animation shows the first picture.
+    images, times = [images[-1], *images], [round(FRAME_SECONDS * 1000), *times]
     more: dict[str, Any] = {
         "append_images": images[1:],
         "duration": times,
