@@ -89,15 +89,16 @@ async def pauses(gap: float, syncs: int) -> tuple[list[float], list[float]]:
 
 
 def test_an_engine_samples_on_while_weights_arrive_slowly() -> None:
-    paused, ended = on_virtual_clock(pauses(gap=5.0, syncs=3))
-    assert paused == pytest.approx([46.0, 10.0, 10.0])
-    assert ended == pytest.approx([46.0, 46.0, 46.0])
+    """The first sync is not like the others, so the second one begins at once, too."""
+    paused, ended = on_virtual_clock(pauses(gap=5.0, syncs=4))
+    assert paused == pytest.approx([46.0, 46.0, 10.0, 10.0])
+    assert ended == pytest.approx([46.0] * 4)
 
 
 def test_an_engine_begins_at_once_where_weights_arrive_fast() -> None:
-    paused, ended = on_virtual_clock(pauses(gap=0.1, syncs=2))
-    assert paused == pytest.approx([10.0, 10.0])
-    assert ended == pytest.approx([10.0, 10.0])
+    paused, ended = on_virtual_clock(pauses(gap=0.1, syncs=3))
+    assert paused == pytest.approx([10.0] * 3)
+    assert ended == pytest.approx([10.0] * 3)
 
 
 def test_an_engine_does_not_wait_for_more_than_the_last_file() -> None:

@@ -36,7 +36,7 @@ class FinishedGroup:
     """Trainable trajectories that are not in `group`."""
     untrainable: list[EpisodeResult] = field(default_factory=list)
     rerolled: int = 0
-    """Episodes that ran again."""
+    """Failed episodes that ran again."""
     aborted_tokens: int = 0
     """Tokens sampled for redundant members that were stopped."""
 

@@ -16,8 +16,8 @@ Everything streams. While the trainer writes a bucket, those before it travel an
 next sync overwrites the files, so it starts only when every receiver is done with this one. Where
 adapters alone travel, each node merges them into whole weights when all of them have arrived.
 
-An engine samples nothing while it loads. So it begins as late as it can without ending later than
-the last file allows: see `latest_start`.
+An engine samples nothing while it loads. So it begins as late as it can without ending later, if
+files arrive and load as in its last sync: see `latest_start`.
 """
 
 from __future__ import annotations
@@ -77,6 +77,9 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 300.0
 """Time to delete the versions on disk at the end of a run."""
+
+JOINING = ""
+"""Name of a receiver that serves nobody yet: it begins to load at once."""
 
 SpawnNode = Callable[[str, str, tuple[Bucket, ...]], ActorHandle[NodeWeights]]
 """Makes the `NodeWeights` actor of a node, from the node's id, the run and the buckets."""
@@ -210,7 +213,7 @@ class WeightSync:
             by = self._weight_transport(self._transport({receiver.node_id}))
             if await files.republish(by, receiver):
                 return
-        report = await files.publish(by, {"": receiver}, None)
+        report = await files.publish(by, {JOINING: receiver}, None)
         _raise_failure(report, BaseException)
 
     async def stop(self) -> None:
@@ -367,7 +370,10 @@ class FileSync:
         self._version: int | None = None
         """The policy version of the last export."""
         self._start_after: dict[str, float] = {}
-        """By receiver: seconds from the first file to the begin of the next load."""
+        """By receiver: seconds from the first file to the begin of the next load.
+
+        The first sync, which makes the files, teaches nothing: 0.
+        """
 
     async def tensor_specs(self) -> list[TensorSpec]:
         """Return what the trainers export. They are asked once."""
@@ -465,7 +471,7 @@ class FileSync:
                 self._prepare_files(node, ReplayStream(self._written), files)
             )
             try:
-                await self._load("", receiver, files)
+                await self._load(JOINING, receiver, files)
                 await preparing
             finally:
                 preparing.cancel()
@@ -522,18 +528,22 @@ class FileSync:
         await receiver.handle.call(lambda actor: actor.finish_update())
         ready = [max(began, arrived) for arrived in files.arrivals]
         arrivals = [arrived - files.arrivals[0] for arrived in files.arrivals]
-        self._start_after[name] = latest_start(arrivals, busy_seconds(ready, ends))
+        first = name not in self._start_after
+        self._start_after[name] = (
+            0.0 if first else latest_start(arrivals, busy_seconds(ready, ends))
+        )
         return asyncio.get_running_loop().time() - began
 
     async def _time_to_start(self, name: str, files: ReplayStream[WeightFile]) -> float:
         """Wait until a receiver should begin to load, and return the time.
 
-        It begins at once in its first sync, and when all files are there.
+        It begins at once if nothing is known of it, and when all files are there.
         """
+        wait = 0.0 if name == JOINING else self._start_after.get(name, 0.0)
         reader = aiter(files)
         await anext(reader, None)
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._start_after.get(name, 0.0)):
+            async with asyncio.timeout(wait):
                 async for _ in reader:
                     pass
         return asyncio.get_running_loop().time()
