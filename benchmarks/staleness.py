@@ -83,7 +83,6 @@ def settings(name: str, steps: int, seed: int) -> list[str]:
         "pipeline.saveSteps=0",
         f"pipeline.rolloutBatchSize={batch}",
         f"pipeline.modelUpdateFrequency={parts}",
-        f"pipeline.actorTrain.training.warmupSteps={5 * parts}",
         f"pipeline.actorTrain.training.miniBatchSize={min(32, batch)}",
         "pipeline.envs[0].type=staleness:SlowFrozenLake",
         "roles.inference.replicas=3",

@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None, run: Command = _run) -> int:
         if options.command == "build":
             built = build(registry, tag, engines, run, push=options.push)
             print("\n".join(built))
-            tagged = "" if tag == release.version() else f" --set tag={tag}"
+            tagged = "" if tag == release.version() else f" --set-string tag={tag}"
             print(f"for helm: --set registry={registry}{tagged}", file=sys.stderr)
         else:
             names = [reference(registry, recipe.name, tag) for recipe in recipes(engines)]

@@ -100,13 +100,17 @@ class ModelSpec(Model):
     """Run Python code that comes with the model, as in transformers."""
 
 
+CREDENTIALS = "(https?://[^/]*@|ssh://[^/@]*:[^/@]*@)"
+"""The begin of an address with a password, or with a user that may be a token."""
+
+
 def _no_credentials(field: str) -> Rule:
     """Return a rule that an address has no user and password: whoever may read the run sees it."""
     return Rule(
-        f"!has(self.{field}) || !self.{field}.matches('^https?://[^/]*@')",
-        f"{field} must have no user and password: put them into a Secret (secretName)",
+        f"!has(self.{field}) || !self.{field}.matches('^{CREDENTIALS}')",
+        f"{field} must not contain a user or password: put them into a Secret (secretName)",
         f".{field}",
-        lambda m: re.match("https?://[^/]*@", getattr(m, to_snake(field)) or "") is None,
+        lambda m: re.match(CREDENTIALS, getattr(m, to_snake(field)) or "") is None,
     )
 
 
@@ -193,10 +197,22 @@ class PipCode(Model):
     """Package index. Default: that of the worker image's uv, https://pypi.org/simple."""
     secret_name: Name | None = None
     """A Secret in the run's namespace. Its keys are environment variables of uv, for example
-    UV_INDEX_URL with user and password. Only the container that installs has them."""
+    UV_DEFAULT_INDEX with user and password. Only the container that installs has them."""
     cache_claim_name: Name | None = None
     """An existing claim in the run's namespace for uv's cache, so that each package is downloaded
     once. ReadWriteMany if the pods run on several nodes. Default: each pod downloads."""
+
+    @model_validator(mode="after")
+    def _requirements_have_no_credentials(self) -> Self:
+        """Check each line. As a rule in CEL, 256 long lines would exceed the cost limit."""
+        for number, line in enumerate(self.requirements):
+            if re.search(CREDENTIALS, line):
+                raise refused(
+                    f".requirements[{number}]",
+                    "a requirement must not contain a user or password: put them into a Secret "
+                    "(secretName), for example as UV_DEFAULT_INDEX",
+                )
+        return self
 
 
 class CodeSpec(Model):

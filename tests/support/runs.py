@@ -749,7 +749,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         PipCode,
-        "indexUrl must have no user",
+        "indexUrl must not contain a user",
         "spec.code.pip.indexUrl",
         (_indexed("https://me:token@host.example/simple"),),
         (_indexed("https://host.example/simple/me@here"),),
@@ -768,7 +768,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         GitCode,
-        "url must have no user",
+        "url must not contain a user",
         "spec.code.git.url",
         (("spec.code", {"git": {"url": "https://token@github.com/me/mine"}}),),
         (("spec.code", {"git": {"url": "ssh://git@github.com/me/mine", "secretName": "key"}}),),

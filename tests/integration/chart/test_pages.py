@@ -162,6 +162,6 @@ def test_the_loop_copies_every_image_of_the_list(tmp_path: Path) -> None:
         f"tag {pinned} {mirror}/worker:7",
         f"push {mirror}/worker:7",
         "pull quay.io/kuberay/operator:v1",
-        f"tag quay.io/kuberay/operator:v1 {mirror}/operator:v1",
-        f"push {mirror}/operator:v1",
+        f"tag quay.io/kuberay/operator:v1 {mirror}/kuberay-operator:v1",
+        f"push {mirror}/kuberay-operator:v1",
     ]

@@ -241,3 +241,28 @@ def test_parts_may_be_one_minor_version_apart(
 ) -> None:
     monkeypatch.setattr(version, "__version__", "0.1.0")
     assert version.is_supported(other) is supported
+
+
+@pytest.mark.parametrize(
+    ("code", "path"),
+    [
+        ({"git": {"url": "ssh://git:password@host.example/mine.git"}}, "spec.code.git.url"),
+        (
+            {"pip": {"requirements": ["emoji", "mine @ git+https://me:token@host.example/r.git"]}},
+            "spec.code.pip.requirements[1]",
+        ),
+        (
+            {"pip": {"requirements": ["--extra-index-url https://token@host.example/simple"]}},
+            "spec.code.pip.requirements[0]",
+        ),
+    ],
+)
+def test_no_address_contains_a_password(code: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidRun, match="must not contain a user or password") as refused:
+        parse_run(run_with(("spec.code", code)))
+    assert str(refused.value).startswith(f"{path}: ")
+
+
+def test_an_address_may_contain_the_user_of_ssh() -> None:
+    line = "mine @ git+ssh://git@host.example/me/mine.git"
+    parse_run(run_with(("spec.code", {"pip": {"requirements": [line]}})))

@@ -65,7 +65,7 @@ def test_a_build_makes_the_images_that_the_list_names(capsys: pytest.CaptureFixt
     assert {"--build-arg=ENGINE=vllm", "--build-arg=ENGINE_LOCK=vllm"} <= set(vllm)
     shown = capsys.readouterr()
     assert shown.out.splitlines()[-1] == f"{MINE}/worker-vllm:7"
-    assert f"--set registry={MINE} --set tag=7" in shown.err
+    assert f"--set registry={MINE} --set-string tag=7" in shown.err
 
 
 def test_an_image_is_pushed_when_it_is_built() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from agenticrun_api.version import __version__
@@ -44,6 +46,24 @@ for command in (watch, samples, logs, trace, stop, checkpoint, suspend, resume):
 def version() -> None:
     """Print the version of AgenticRun."""
     typer.echo(__version__)
+
+
+def _print_version(asked: bool) -> None:  # typer calls it
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -26,7 +26,9 @@ HINTS: Mapping[str, str] = {
     "could not read Username": "the repository is private or does not exist: set secretName",
     "could not read Password": "the repository is private or does not exist: set secretName",
     "Authentication failed": "user or password in the Secret are wrong",
-    "403": "user or password in the Secret do not give access to it",
+    "returned error: 403": "user or password in the Secret do not give access to it",
+    "' not found": "the repository does not exist, or is private and needs another secretName",
+    "Repository not found": "it does not exist, or is private and needs another secretName",
     "Permission denied (publickey)": "the key in the Secret does not give access to it",
     "Host key verification failed": "known_hosts in the Secret lacks the key of this host",
 }
