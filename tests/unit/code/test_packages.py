@@ -35,10 +35,15 @@ REQUESTS: list[str] = []
 """Paths that the index was asked for."""
 
 
+@pytest.fixture(autouse=True)
+def uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put uv on the PATH, as it is in the worker image."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
     """The folder of a package index, and its address."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("UV_HTTP_RETRIES", "0")
     for name in ("UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS"):
         monkeypatch.delenv(name, raising=False)
@@ -111,7 +116,6 @@ def test_requirements_come_from_a_file_of_the_code_too(
 
 
 def test_a_path_is_below_the_folder_of_the_code(target: Path, tmp_path: Path) -> None:
-
     made = wheel(tmp_path / "code", "chess_game", "1.2")
     pip = PipCode(requirements=[f"./chess-game/{made.name}"])
     assert install(pip, target, tmp_path / "code", NO_CACHE) == ["chess_game==1.2"]
