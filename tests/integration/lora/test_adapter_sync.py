@@ -128,8 +128,8 @@ async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_th
     late = spawn(Engine, "late", launcher=launcher)
     await late.call(lambda actor: actor.serve(folder))
     busy = trainer.call(lambda actor: actor.become(3))
-    for engine, place in ((late, "away"), (engines["far"], "home")):
-        await asyncio.wait_for(syncing.sync.join(Receiver(engine, place)), 60)
+    for joining, engine, place in (("late", late, "away"), ("far", engines["far"], "home")):
+        await asyncio.wait_for(syncing.sync.join(joining, Receiver(engine, place)), 60)
         held = await engine.call(lambda actor: actor.held())
         assert all(np.array_equal(held[name], value) for name, value in expected.items())
         assert await engine.call(lambda actor: actor.version_sampled()) == 2
@@ -194,7 +194,7 @@ async def test_a_broadcast_moves_whole_weights(
         "engines get whole weights with the adapters merged, not the adapters alone: "
         "a broadcast goes into" in caplog.text
     )
-    await syncing.sync.join(Receiver(engines["far"], "away"))
+    await syncing.sync.join("far", Receiver(engines["far"], "away"))
     await check(engines["far"], trainer, 1)
 
 

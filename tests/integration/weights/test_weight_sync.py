@@ -141,7 +141,7 @@ async def test_a_broadcast_reaches_all_engines_and_one_that_joins(
         )
         for engine, _ in places.values():
             await check(engine, folder, version)
-    await syncing.sync.join(Receiver(*far))
+    await syncing.sync.join("far", Receiver(*far))
     await check(engines["far"], folder, 3)
 
 
@@ -250,7 +250,7 @@ async def test_an_engine_that_joins_on_a_new_node_gets_the_last_version_while_th
     await syncing.update({"near": (engines["near"], "home")}, 1, 0.02)
     await syncing.update({"near": (engines["near"], "home")}, 2, 0.02)
     busy = syncing.trainer.call(lambda actor: actor.become(3))
-    await asyncio.wait_for(syncing.sync.join(Receiver(engines["far"], "away")), 60)
+    await asyncio.wait_for(syncing.sync.join("far", Receiver(engines["far"], "away")), 60)
     await check(engines["far"], folder, 2, 0.02)
     await busy
     both = {"near": (engines["near"], "home"), "far": (engines["far"], "away")}
@@ -268,7 +268,7 @@ async def test_an_engine_that_joins_after_all_copies_are_lost_gets_the_trainers_
     await syncing.update({"near": (engines["near"], "home")}, 6)
     for node in syncing.nodes:
         await killed(node)
-    await asyncio.wait_for(syncing.sync.join(Receiver(engines["far"], place)), 60)
+    await asyncio.wait_for(syncing.sync.join("far", Receiver(engines["far"], place)), 60)
     await check(engines["far"], folder, 6)
 
 
@@ -281,7 +281,7 @@ async def test_engines_that_join_after_all_copies_are_lost_tell_the_version_that
         await killed(node)
     await syncing.trainer.call(lambda actor: actor.become(7))
     for engine in ("far", "near"):  # the second one gets the export that was made for the first
-        await asyncio.wait_for(syncing.sync.join(Receiver(engines[engine], "home")), 60)
+        await asyncio.wait_for(syncing.sync.join(engine, Receiver(engines[engine], "home")), 60)
         await check(engines[engine], folder, 7)
 
 
@@ -297,7 +297,7 @@ async def test_an_engine_tells_the_version_of_its_weights_though_the_trainer_goe
         return make(*arguments)
 
     monkeypatch.setattr(syncing.sync._whole, "_spawn", train_and_make)
-    await asyncio.wait_for(syncing.sync.join(Receiver(engines["far"], "home")), 60)
+    await asyncio.wait_for(syncing.sync.join("far", Receiver(engines["far"], "home")), 60)
     await check(engines["far"], folder, 2)
 
 

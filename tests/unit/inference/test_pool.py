@@ -80,7 +80,7 @@ class Weights:
         }
         return SyncReport(Transport.SHARED_MEMORY, 0, 1.0, failed)
 
-    async def join(self, receiver: Any) -> None:
+    async def join(self, name: str, receiver: Any) -> None:
         await receiver.handle.call(lambda engine: engine.load(self.version))
 
 

@@ -181,7 +181,7 @@ class EnginePool:
             receiver = Receiver(handle, placement.node_id)
             async with self._changing:
                 if self._weights is not None and self._weights.version is not None:
-                    await self._weights.join(receiver)
+                    await self._weights.join(engine_id, receiver)
                 self._receivers[engine_id] = receiver
         except BaseException:
             death.cancel()

@@ -78,9 +78,6 @@ log = logging.getLogger(__name__)
 STOP_SECONDS = 300.0
 """Time to delete the versions on disk at the end of a run."""
 
-JOINING = ""
-"""Name of a receiver that serves nobody yet: it begins to load at once."""
-
 SpawnNode = Callable[[str, str, tuple[Bucket, ...]], ActorHandle[NodeWeights]]
 """Makes the `NodeWeights` actor of a node, from the node's id, the run and the buckets."""
 
@@ -199,7 +196,7 @@ class WeightSync:
         if await self._files_for_engines() is not self._whole:
             await self._whole.release()
 
-    async def join(self, receiver: Receiver[WeightReceiver]) -> None:
+    async def join(self, name: str, receiver: Receiver[WeightReceiver]) -> None:
         """Load the version of the last sync into one engine, while the trainers may be busy.
 
         The weights come from the engine's node, or from the first trainer's. If no copy is left
@@ -211,9 +208,9 @@ class WeightSync:
         if self._spec.transport != "Broadcast":
             files = await self._files_for_engines()
             by = self._weight_transport(self._transport({receiver.node_id}))
-            if await files.republish(by, receiver):
+            if await files.republish(by, name, receiver):
                 return
-        report = await files.publish(by, {JOINING: receiver}, None)
+        report = await files.publish(by, {name: receiver}, None)
         _raise_failure(report, BaseException)
 
     async def stop(self) -> None:
@@ -372,7 +369,7 @@ class FileSync:
         self._start_after: dict[str, float] = {}
         """By receiver: seconds from the first file to the begin of the next load.
 
-        The first sync, which makes the files, teaches nothing: 0.
+        A receiver's first sync, which may make the files, teaches nothing: 0.
         """
 
     async def tensor_specs(self) -> list[TensorSpec]:
@@ -449,7 +446,7 @@ class FileSync:
         return PublishReport(nbytes, changed / elements, failed, max(pauses, default=0.0))
 
     async def republish(
-        self, transport: WeightTransport, receiver: Receiver[WeightReceiver]
+        self, transport: WeightTransport, name: str, receiver: Receiver[WeightReceiver]
     ) -> bool:
         """Load the last export into one receiver, from its node's memory or the first trainer's.
 
@@ -471,7 +468,7 @@ class FileSync:
                 self._prepare_files(node, ReplayStream(self._written), files)
             )
             try:
-                await self._load(JOINING, receiver, files)
+                await self._load(name, receiver, files)
                 await preparing
             finally:
                 preparing.cancel()
@@ -513,14 +510,16 @@ class FileSync:
         ends: list[float] = []
         calls: list[asyncio.Task[None]] = []
         began = await self._time_to_start(name, files)
-        async for file in files:
-            if not calls:
-                version = self._version
-                assert version is not None, "files come after an export"
-                await receiver.handle.call(lambda actor: actor.begin_update(version))
-            call = receiver.handle.call(lambda actor: actor.take_bucket(file.path, file.checksum))
-            calls.append(asyncio.create_task(_noting_the_end(call, ends)))
         try:
+            async for file in files:
+                if not calls:
+                    version = self._version
+                    assert version is not None, "files come after an export"
+                    await receiver.handle.call(lambda actor: actor.begin_update(version))
+                call = receiver.handle.call(
+                    lambda actor: actor.take_bucket(file.path, file.checksum)
+                )
+                calls.append(asyncio.create_task(_noting_the_end(call, ends)))
             await asyncio.gather(*calls)
         finally:
             for task in calls:
@@ -539,11 +538,10 @@ class FileSync:
 
         It begins at once if nothing is known of it, and when all files are there.
         """
-        wait = 0.0 if name == JOINING else self._start_after.get(name, 0.0)
         reader = aiter(files)
         await anext(reader, None)
         with suppress(TimeoutError):
-            async with asyncio.timeout(wait):
+            async with asyncio.timeout(self._start_after.get(name, 0.0)):
                 async for _ in reader:
                     pass
         return asyncio.get_running_loop().time()
