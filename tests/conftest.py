@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ ON_THE_CLUSTER = ("api", "chart", "devcluster", "operator")
 DURATIONS = Path(__file__).parent / "data" / "durations.json"
 """Seconds that each file took, written by `pytest --record-durations`."""
 
+CPU_SECONDS = Path(__file__).parent / "data" / "cpu_seconds.json"
+"""CPU seconds of each file's tests and their child processes, written at the same time."""
+CPU = "cpu seconds"
+"""Property of a report."""
+
 
 class StaysTogether(LoadScopeScheduling):
     """Gives one process all tests of a file, or of the cluster."""
@@ -74,15 +80,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record-durations",
         action="store_true",
-        help="keep the seconds of each file that runs in tests/data/durations.json; the next run "
-        "starts with the slowest file",
+        help="keep the seconds of each file that runs in tests/data/durations.json, so that the "
+        "next run starts with the slowest one, and its CPU seconds in "
+        "tests/data/cpu_seconds.json",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record durations, if asked, in the process that hears of all tests."""
-    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(RecordedDurations())
+    """Record durations, if asked: measured where tests run, kept where all are heard of."""
+    if config.getoption("--record-durations"):
+        config.pluginmanager.register(CpuClock())
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(RecordedDurations())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no folder of integration tests of which `-m` excludes every test."""
+    if collection_path.parent.name != "integration" or not collection_path.is_dir():
+        return None
+    on_cluster = collection_path.name in ON_THE_CLUSTER
+    left_out = {"cluster": not on_cluster, "not cluster": on_cluster}
+    return left_out.get(config.option.markexpr) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -103,26 +121,58 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(root).as_posix(), 0.0))
 
 
+class CpuClock:
+    """Notes the CPU seconds of each phase of a test, child processes that have ended included."""
+
+    def pytest_collection_finish(self) -> None:
+        """Start the clock: imports are nobody's."""
+        self._before = _cpu_seconds()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self,
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Add the seconds since the last report."""
+        report = yield
+        now = _cpu_seconds()
+        report.user_properties.append((CPU, now - self._before))
+        self._before = now
+        return report
+
+
+def _cpu_seconds() -> float:
+    return sum(os.times()[:4])
+
+
 class RecordedDurations:
-    """Sums up the seconds of each file and keeps those of the files that take long."""
+    """Sums up the seconds and the CPU seconds of each file, and keeps them."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._cpu_seconds: defaultdict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add the set-up, call or teardown of one test."""
         file = report.nodeid.partition("::")[0].removeprefix("tests/")
-        self._seconds[file] = self._seconds.get(file, 0.0) + report.duration
+        self._seconds[file] += report.duration
+        cpu_seconds: Any = dict(report.user_properties)[CPU]
+        self._cpu_seconds[file] += cpu_seconds
 
     def pytest_sessionfinish(self) -> None:
-        """Write the file. Files that did not run keep their seconds, deleted ones go."""
-        seconds = json.loads(DURATIONS.read_text()) | self._seconds
-        kept = {
-            file: round(seconds[file])
-            for file in sorted(seconds)
-            if seconds[file] >= 1 and (Path(__file__).parent / file).exists()
-        }
-        DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
+        """Write what takes a second or more."""
+        _keep(DURATIONS, self._seconds)
+        _keep(CPU_SECONDS, self._cpu_seconds)
+
+
+def _keep(file: Path, measured: Mapping[str, float]) -> None:
+    """Write seconds by path. Paths that did not run keep theirs, deleted ones go."""
+    seconds = json.loads(file.read_text()) | measured
+    kept = {
+        path: round(seconds[path])
+        for path in sorted(seconds)
+        if seconds[path] >= 1 and (Path(__file__).parent / path).exists()
+    }
+    file.write_text(json.dumps(kept, indent=0) + "\n")
 
 
 @pytest.fixture(scope="session")

@@ -11,19 +11,19 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from preloaded import executable
+from preloaded import preloaded_actors
 
 
 @pytest.fixture(scope="session")
 def ray_node() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=1,
-        resources={"trainer": 2, "inference": 2, "env": 2, "reference": 2, "critic": 2},
-        object_store_memory=150 * 1024 * 1024,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"py_executable": " ".join(executable())},
-    )
+    with preloaded_actors():
+        ray.init(
+            address="local",
+            num_cpus=1,
+            resources={"trainer": 2, "inference": 2, "env": 2, "reference": 2, "critic": 2},
+            object_store_memory=150 * 1024 * 1024,
+            include_dashboard=False,
+            log_to_driver=False,
+        )
     yield
     ray.shutdown()

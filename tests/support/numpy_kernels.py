@@ -7,7 +7,9 @@ doubling (`discounted_suffix`), sums are by segment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +32,8 @@ from agenticrun_workers.algorithms.correction import (
 from agenticrun_workers.algorithms.kernels import Discounts, TokenRewards, Values
 from agenticrun_workers.algorithms.kl import K3_LIMIT
 from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, discounted_suffix
+
+Kernel = Callable[..., None]
 
 
 class Responses(NamedTuple):
@@ -333,13 +337,62 @@ KERNELS = (
     rescale,
     turn_kl,
     all_finite,
+    correct_tokens,
 )
 
 
 def use_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the product call the functions of this file, all trajectories in one call."""
     for kernel in KERNELS:
-        assert hasattr(kernels, kernel.__name__)
-        monkeypatch.setattr(kernels, kernel.__name__, kernel)
-    monkeypatch.setattr(correction, "correct_tokens", correct_tokens)
+        _replace(monkeypatch, kernel.__name__, kernel)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def compare_with_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each call of a kernel by the product compare it with the function of this file."""
+
+    def compared(kernel: Kernel, product: Kernel) -> Kernel:
+        def call(*arguments: Any) -> None:
+            copies = pickle.loads(pickle.dumps(arguments))
+            kernel(*copies)
+            product(*arguments)
+            for number, (found, expected) in enumerate(zip(arguments, copies, strict=True)):
+                for ours, theirs in zip(_arrays(found), _arrays(expected), strict=True):
+                    assert _close(ours, theirs), (kernel.__name__, number, ours, theirs)
+
+        return call
+
+    for kernel in KERNELS:
+        _replace(monkeypatch, kernel.__name__, compared(kernel, _product(kernel.__name__)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def _arrays(argument: Any) -> list[Any]:
+    """Return an argument's arrays: itself, or those of its fields."""
+    fields = argument if isinstance(argument, tuple) else (argument,)
+    return [field for field in fields if isinstance(field, np.ndarray)]
+
+
+def _close(found: NDArray[Any], expected: NDArray[Any]) -> bool:
+    """Return True if finite numbers are equal but for rounding.
+
+    It takes a tenth of the time of `np.testing.assert_allclose`, and is called for each array.
+    """
+    if found.dtype.kind != "f":
+        return bool((found == expected).all())
+    with np.errstate(invalid="ignore"):
+        near = np.abs(found - expected) <= 1e-9 + 1e-6 * np.abs(expected)
+    return bool((near | ~np.isfinite(expected)).all())
+
+
+def _home(name: str) -> ModuleType:
+    return correction if name == correct_tokens.__name__ else kernels
+
+
+def _product(name: str) -> Kernel:
+    found: Kernel = getattr(_home(name), name)
+    return found
+
+
+def _replace(monkeypatch: pytest.MonkeyPatch, name: str, kernel: Kernel) -> None:
+    monkeypatch.setattr(_home(name), name, kernel)

@@ -10,13 +10,34 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+import ray
+
 from waiting import eventually
+
+MODULES = (
+    "torch._dynamo",  # the first optimizer step imports it
+    "transformers.models.llama.modeling_llama",
+    "agenticrun_workers.inference.actor",
+    "agenticrun_workers.inference.transformers.engine",
+    "agenticrun_workers.models.initialize",
+    "agenticrun_workers.rollout.env_worker",
+    "agenticrun_workers.trainer.policy_rank",
+    "agenticrun_workers.trainer.reference_and_critic",
+    "agenticrun_workers.trainer.strategies",
+    "agenticrun_workers.trainer.fsdp2",
+)
+"""Modules that actors and ranks import before they do anything."""
+
 
 _HERE = Path(__file__).parent
 _EXECUTABLE = "AGENTICRUN_TEST_PRELOADED"
@@ -30,19 +51,44 @@ def executable() -> list[str]:
 def environment() -> dict[str, str]:
     """Return variables with which a command starts its own Ray's actors as preloaded processes.
 
-    These processes are not of the command's session.
+    These processes are not of the command's session, but die with those of it that started them.
     """
-    path = filter(None, (str(_HERE), os.environ.get("PYTHONPATH")))
     return {
-        "PYTHONPATH": os.pathsep.join(path),
-        _EXECUTABLE: " ".join(executable()),
-        "RAY_RUNTIME_ENV_HOOK": f"{__name__}.{use_preloaded.__name__}",
+        "PYTHONPATH": _python_path(),
+        _EXECUTABLE: _script(),
+        "RAY_RUNTIME_ENV_HOOK": f"{__name__}.{_before_ray_starts.__name__}",
     }
 
 
-def use_preloaded(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the environment of Ray's workers; Ray calls it in the command's process."""
-    return {**(runtime_env or {}), "py_executable": os.environ[_EXECUTABLE]}
+@contextmanager
+def preloaded_actors() -> Iterator[None]:
+    """Let a Ray that the body starts run its actors as preloaded processes.
+
+    They can import the modules of tests/support.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", _python_path())
+        _patch_ray(_script(), patch)
+        yield
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, (str(_HERE), os.environ.get("PYTHONPATH"))))
+
+
+def _before_ray_starts(runtime_env: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Patch Ray; `ray.init` calls it in the command's process."""
+    _patch_ray(os.environ[_EXECUTABLE], pytest.MonkeyPatch())
+    return runtime_env
+
+
+def _patch_ray(script: str, patch: pytest.MonkeyPatch) -> None:
+    """Replace the interpreter of Ray's daemons, and leave out one that nobody listens to.
+
+    `script` becomes a plain interpreter for everything except workers.
+    """
+    patch.setattr(sys, "executable", script)
+    patch.setattr(ray._private.node.Node, "start_log_monitor", lambda _: None)
 
 
 @functools.cache
@@ -51,7 +97,7 @@ def _server() -> str:
     folder = tempfile.TemporaryDirectory(prefix="arun-preloaded-", dir="/tmp")
     path = Path(folder.name, "socket")
     process = subprocess.Popen(
-        [sys.executable, str(_HERE / "preloaded_server.py"), str(path)],
+        [sys.executable, str(_HERE / "preloaded_server.py"), str(path), *MODULES],
         stdin=subprocess.PIPE,  # closes when this process ends
     )
     _kept.extend((folder, process))
@@ -61,6 +107,20 @@ def _server() -> str:
         return path.exists()
 
     eventually(answers, 300, "torch is imported", interval=0.05)
+    return str(path)
+
+
+@functools.cache
+def _script() -> str:
+    """Return the path of an interpreter that runs Ray's workers as preloaded processes."""
+    path = Path(_server()).with_name("python")
+    preloaded = shlex.join(executable())
+    path.write_text(
+        "#!/bin/sh\n"
+        f'case "$1" in */default_worker.py) exec {preloaded} "$@";; esac\n'
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
+    )
+    path.chmod(0o755)
     return str(path)
 
 

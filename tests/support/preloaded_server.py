@@ -1,6 +1,7 @@
-"""`python preloaded_server.py SOCKET`: fork processes that have already imported torch.
+"""`python preloaded_server.py SOCKET MODULE...`: fork processes that have imported modules.
 
-It serves `preloaded_client.py` until its standard input closes; then its processes are killed.
+It serves `preloaded_client.py` until its standard input closes; then its processes are killed. A
+process is also killed when its client has ended.
 """
 
 from __future__ import annotations
@@ -17,27 +18,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-MODULES = (
-    "torch._dynamo",  # the first optimizer step imports it
-    "transformers.models.llama.modeling_llama",
-    "agenticrun_workers.inference.actor",
-    "agenticrun_workers.inference.transformers.engine",
-    "agenticrun_workers.models.initialize",
-    "agenticrun_workers.rollout.env_worker",
-    "agenticrun_workers.trainer.policy_rank",
-    "agenticrun_workers.trainer.reference_and_critic",
-    "agenticrun_workers.trainer.strategies",
-    "agenticrun_workers.trainer.fsdp2",
-)
-"""Modules that actors and ranks import before they do anything."""
-
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Import the modules and serve; a forked process returns when its program has ended."""
-    path = sys.argv[1]
-    for module in MODULES:
+    path, *modules = sys.argv[1:]
+    for module in modules:
         importlib.import_module(module)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a forked process would have only this one"
@@ -59,19 +46,29 @@ def _serve(listener: socket.socket) -> socket.socket:
     gc.freeze()  # collections of the forked leave shared pages alone
     waiting: dict[int, socket.socket] = {}
     server = os.getpid()
+    poll = select.poll()
+    for readable in (sys.stdin.fileno(), woken, listener.fileno()):
+        poll.register(readable, select.POLLIN)
     while True:
-        ready, _, _ = select.select([sys.stdin, woken, listener], [], [])
-        if sys.stdin in ready:
+        ready = {file for file, _ in poll.poll()}
+        if sys.stdin.fileno() in ready:
             os._exit(0)
         if woken in ready:
             os.read(woken, 4096)
-            _report_ended(waiting)
-        if listener not in ready:
+            _report_ended(waiting, poll)
+        for pid, connection in waiting.items():
+            if connection.fileno() in ready:
+                os.kill(pid, signal.SIGKILL)  # it is reaped above, so the pid is still its own
+                poll.unregister(connection)
+        if listener.fileno() not in ready:
             continue
         connection, _ = listener.accept()
         pid = os.fork()
         if pid:
             waiting[pid] = connection
+            with suppress(OSError):
+                connection.send(pid.to_bytes(4, "big"))
+            poll.register(connection, 0)  # not readable: only that the client has ended
             continue
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != server:
@@ -85,12 +82,14 @@ def _serve(listener: socket.socket) -> socket.socket:
         return connection
 
 
-def _report_ended(waiting: dict[int, socket.socket]) -> None:
+def _report_ended(waiting: dict[int, socket.socket], poll: select.poll) -> None:
     while waiting:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
         with waiting.pop(pid) as connection, suppress(OSError):
+            with suppress(KeyError):
+                poll.unregister(connection)
             connection.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 

@@ -775,6 +775,13 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         GitCode,
+        "the password of secretName would travel unencrypted",
+        "spec.code.git.url",
+        (("spec.code", {"git": {"url": "http://git.tools.svc.example/me", "secretName": "t"}}),),
+        (("spec.code", {"git": {"url": "http://git.tools.svc:80/me", "secretName": "t"}}),),
+    ),
+    RuleCase(
+        GitCode,
         "path must be below",
         "spec.code.git.path",
         (("spec.code", {"git": {"url": "https://github.com/me/mine", "path": "a/.."}}),),

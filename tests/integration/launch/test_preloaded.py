@@ -66,12 +66,46 @@ def test_a_process_has_imported_torch_and_dies_by_signals(tmp_path: Path) -> Non
     assert done.returncode == 128 + signal.SIGKILL
 
 
+def test_a_process_ends_with_its_client(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import time; print('there', flush=True); time.sleep(600)")
+    command = [*executable(), str(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == b"there\n"
+        client.kill()
+        assert client.stdout.read() == b"", "the program has the other end of the pipe"
+
+
+def test_a_process_gets_the_signals_of_its_client(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+print("there", flush=True)
+signal.sigwait({signal.SIGTERM})
+print("terminated", flush=True)
+signal.sigwait({signal.SIGINT})
+sys.exit(7)
+""")
+    command = [*executable(), str(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == b"there\n"
+        client.terminate()
+        assert client.stdout.readline() == b"terminated\n"
+        client.send_signal(signal.SIGINT)
+        assert client.wait(60) == 7
+
+
 def test_processes_end_with_the_process_that_started_their_server(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import time; print('there', flush=True); time.sleep(600)")
     starting = f"""
 import os, subprocess
+import preloaded
 from preloaded import executable
+preloaded.MODULES = ()
 with subprocess.Popen([*executable(), {str(program)!r}], stdout=subprocess.PIPE) as process:
     process.stdout.readline()
     os._exit(0)

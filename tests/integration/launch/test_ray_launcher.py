@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import ray
 
@@ -12,9 +10,6 @@ from agenticrun_workers.launch.ray_launcher import RayLauncher
 from launcher_conformance import Counter, Keeper, LauncherConformance
 
 pytestmark = pytest.mark.usefixtures("ray_node")
-ray.cloudpickle.register_pickle_by_value(
-    sys.modules[LauncherConformance.__module__]
-)  # workers cannot import the tests' modules
 
 
 @pytest.fixture(scope="class")

@@ -91,10 +91,11 @@ def document() -> dict[str, Any]:
 
 
 class Command:
-    """A running `agenticrun run` in `folder`.
+    """A running `agenticrun run` in `folder`, whose actors are preloaded processes.
 
     Args:
-        preloaded: command and actors are preloaded processes; it cannot be killed with all of them.
+        preloaded: so is the command. Then it cannot be killed with all that it has started, because
+            its session is another one.
     """
 
     def __init__(self, folder: Path, *options: str, preloaded: bool = False) -> None:
@@ -120,7 +121,7 @@ class Command:
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | (environment() if preloaded else {}),
+                env=os.environ | environment(),
                 start_new_session=True,
             )
 

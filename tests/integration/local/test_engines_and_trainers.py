@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from agenticrun_api.names import ExitCode
+from preloaded import environment, executable
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(1800)
@@ -27,14 +27,17 @@ MARK = "AGENTICRUN_TEST_RUN"
 
 
 def train(folder: Path, *settings: str) -> list[dict[str, float]]:
-    """Metrics of each step of `agenticrun run` with these settings."""
+    """Metrics of each step of `agenticrun run` with these settings.
+
+    Its processes are preloaded ones, except the engine's server.
+    """
     overrides = [
         word
         for setting in (*settings, f"spec.pipeline.maxSteps={STEPS}")
         for word in ("--set", setting)
     ]
     command = [
-        sys.executable,
+        *executable(),
         "-m",
         "agenticrun_workers.cli",
         "run",
@@ -45,7 +48,11 @@ def train(folder: Path, *settings: str) -> list[dict[str, float]]:
         *overrides,
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=1500, env={**os.environ, MARK: str(folder)}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        env=os.environ | environment() | {MARK: str(folder)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -53,7 +60,11 @@ def train(folder: Path, *settings: str) -> list[dict[str, float]]:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Processes on this machine that `train` has started, servers of engines among them."""
+    """Processes on this machine that `train` has started, servers of engines among them.
+
+    A preloaded process shows the environment of its server, but lives no longer than its client,
+    which is found here.
+    """
     mark = f"{MARK}={folder}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -96,7 +107,7 @@ def test_what_a_strategy_does_not_have_is_refused_before_anything_is_trained(
 ) -> None:
     setting = "spec.pipeline.actorTrain.strategy.config.zero_stage=3"
     command = [
-        sys.executable,
+        *executable(),
         "-m",
         "agenticrun_workers.cli",
         "run",
@@ -108,7 +119,7 @@ def test_what_a_strategy_does_not_have_is_refused_before_anything_is_trained(
         setting,
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "400"}
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"COLUMNS": "400"}
     )
     assert done.returncode == ExitCode.INVALID_CONFIG, done.stdout
     assert (

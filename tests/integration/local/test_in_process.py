@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from agenticrun_api.names import ExitCode
+from preloaded import executable
 from tiny_runs import tiny_document
 from waiting import eventually
 
@@ -47,7 +48,7 @@ def command(folder: Path, **pipeline: object) -> list[str]:
     document = tiny_document(**pipeline)
     del document["metadata"]["uid"]
     (folder / "run.yaml").write_text(yaml.safe_dump(document))
-    run = [sys.executable, "-m", "agenticrun_workers.cli", "run", "--in-process"]
+    run = [*executable(), "-m", "agenticrun_workers.cli", "run", "--in-process"]
     return [*run, "-f", str(folder / "run.yaml"), "-o", str(folder / "out")]
 
 

@@ -13,18 +13,23 @@ import yaml
 
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.reporting.run_folder import RunFolder
+from preloaded import environment, executable
 from tiny_runs import tiny_document
 from traces import durations, processes, read_trace
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)
 
-CLI = (sys.executable, "-m", "agenticrun_workers.cli")
+CLI = ("-m", "agenticrun_workers.cli")
 
 
 def cli(*words: str) -> tuple[int, str]:
     done = subprocess.run(
-        [*CLI, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*executable(), *CLI, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | environment(),
     )
     return done.returncode, done.stdout
 
@@ -51,7 +56,7 @@ def test_a_run_is_steered_from_another_terminal(tmp_path: Path) -> None:
     folder = RunFolder(output)
     with log.open("w") as stream:
         run = subprocess.Popen(
-            [*CLI, "run", "-f", str(file), "-o", str(output), "--in-process"],
+            [sys.executable, *CLI, "run", "-f", str(file), "-o", str(output), "--in-process"],
             stdout=stream,
             stderr=subprocess.STDOUT,
         )

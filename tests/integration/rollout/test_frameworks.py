@@ -16,6 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agenticrun_workers.types import GenerationRequest
 from outside_agents import CHAT, TOKENIZER, Says, check_token_for_token, play
+from preloaded import executable
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CHANGES: dict[str, Any] = {
@@ -59,7 +60,7 @@ def test_openai_agents_trains_with_a_tool_structured_output_and_streams(
     """A random model leaves the format of every answer, so each one has drafts."""
     example = EXAMPLES / "openai-agents"
     changes = {"model.path": random_model, **CHANGES}
-    command = [sys.executable, "-m", "agenticrun_workers.cli", "run", "--in-process"]
+    command = [*executable(), "-m", "agenticrun_workers.cli", "run", "--in-process"]
     command += ["-f", str(example / "agenticrun.yaml"), "-o", str(tmp_path / "out")]
     command += [
         word for name, value in changes.items() for word in ("--set", f"spec.{name}={value}")

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,6 @@ from tiny_runs import tiny_run
 from waiting import eventually_in_loop
 
 pytestmark = pytest.mark.usefixtures("ray_node")
-ray.cloudpickle.register_pickle_by_value(
-    sys.modules[Engine.__module__]
-)  # workers cannot import the tests' modules
 
 RUN = "sync-drill"
 

@@ -1,12 +1,11 @@
-"""Kernels are tested compiled and in NumPy."""
+"""Kernels are tested compiled and in NumPy at once."""
 
 import pytest
 
 import numpy_kernels
 
 
-@pytest.fixture(params=["compiled", "numpy"])
-def each_definition(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the test once with the product's kernels and once with their NumPy definition."""
-    if request.param == "numpy":
-        numpy_kernels.use_numpy(monkeypatch)
+@pytest.fixture
+def both_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares each call of a kernel with its definition in NumPy."""
+    numpy_kernels.compare_with_numpy(monkeypatch)

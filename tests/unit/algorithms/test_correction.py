@@ -21,7 +21,7 @@ from agenticrun_workers.algorithms import (
 from agenticrun_workers.algorithms.correction import Level
 from ragged_tokens import Token, Trajectory, Turn, batches, of_responses, pack
 
-pytestmark = pytest.mark.usefixtures("each_definition")
+pytestmark = pytest.mark.usefixtures("both_definitions")
 
 LEVELS: tuple[Level, ...] = ("token", "segment", "geometric", "sequence")
 levels = st.sampled_from(LEVELS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import exp
 from typing import Any
@@ -23,7 +25,7 @@ from agenticrun_workers.algorithms import (
 from agenticrun_workers.algorithms.credit import Kind
 from ragged_tokens import Token, Trajectory, Turn, batches, of_responses, pack
 
-pytestmark = pytest.mark.usefixtures("each_definition")
+pytestmark = pytest.mark.usefixtures("both_definitions")
 
 shares = st.floats(0, 1)
 
@@ -302,28 +304,36 @@ def test_the_order_of_trajectories_changes_nothing(batch: list[Trajectory], rand
 def over_ranks(
     spec: TokenSpec, parts: list[list[Trajectory]], kl_coef: float
 ) -> list[TokenAdvantages]:
-    """Every rank's result, the ranks in lockstep: each reduction adds what all of them brought."""
-    said: list[list[np.ndarray]] = []
-    while True:
-        brought, results = [], []
-        for part in parts:
-            packed, per_turn = pack(part)
-            calls: list[np.ndarray] = []
+    """Every rank's result, the ranks in threads: each reduction adds what all of them brought."""
+    barrier = threading.Barrier(len(parts), timeout=60)
+    brought: list[Any] = [None] * len(parts)
 
-            def reduce(sums: np.ndarray, calls: list[np.ndarray] = calls) -> np.ndarray:
-                calls.append(np.array(sums))
-                return (
-                    np.sum(said[len(calls) - 1], axis=0)
-                    if len(calls) <= len(said)
-                    else np.zeros_like(sums)
-                )
+    def together(rank: int, sums: np.ndarray | None) -> list[Any]:
+        brought[rank] = sums
+        barrier.wait()
+        everything = list(brought)
+        barrier.wait()
+        ended = {item is None for item in everything}
+        assert len(ended) == 1, "every rank must reduce equally often"
+        return everything
 
-            results.append(token_advantages(spec, packed, per_turn, "reward", kl_coef, reduce))
-            brought.append(calls)
-        assert len({len(calls) for calls in brought}) == 1, "every rank must reduce equally often"
-        if len(said) == len(brought[0]):
-            return results
-        said.append([calls[len(said)] for calls in brought])
+    def run(rank: int) -> TokenAdvantages:
+        packed, per_turn = pack(parts[rank])
+
+        def reduce(sums: np.ndarray) -> np.ndarray:
+            total: np.ndarray = np.sum(together(rank, np.array(sums)), axis=0)
+            return total
+
+        try:
+            result = token_advantages(spec, packed, per_turn, "reward", kl_coef, reduce)
+            together(rank, None)
+        except BaseException:
+            barrier.abort()
+            raise
+        return result
+
+    with ThreadPoolExecutor(len(parts)) as threads:
+        return list(threads.map(run, range(len(parts))))
 
 
 @given(batches, st.lists(st.integers(0, 2), min_size=5, max_size=5))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from agenticrun_workers.models.pretrained import load_model
+from loaded_models import loaded
 from ragged_samples import make_model
 
 
@@ -20,9 +20,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def load(folder: Path) -> Callable[[], PreTrainedModel]:
-    return lambda: load_model(str(folder), torch.float64)
+    return lambda: loaded(folder, torch.float64)
 
 
 @pytest.fixture
 def load_float32(folder: Path) -> Callable[[], PreTrainedModel]:
-    return lambda: load_model(str(folder), torch.float32)
+    return lambda: loaded(folder, torch.float32)

@@ -38,7 +38,9 @@ class Launcher(Protocol):
         """Start an actor, an instance of class `cls`, and return at once.
 
         An actor that dies is not restarted: the caller replaces it, because a new one needs its
-        settings and weights first.
+        settings and weights first. So a constructor only keeps its arguments: its errors arrive as
+        the death of the actor, which is retried. What can fail for a reason that a person must
+        remove (`InvalidConfig`) belongs into a method.
         """
         ...
 

@@ -11,8 +11,13 @@ slow, not dead. So the rule is:
   `FileSync` the nodes that a sync uses. Env workers and engines are replaced. A node fails its
   receivers. A store ends the attempt.
 - **An engine's server** is polled by its `EngineActor`, with a longer limit (`STEP_SECONDS` of
-  `server_process`), because it answers between two steps. What a weight update asks of it has time
-  limits of its own. A frozen server is killed, and its actor is replaced.
+  `inference.engine`), because it answers between two steps. What a weight update asks of it has
+  time limits of its own. A frozen server is killed, and its actor is replaced.
+- **An engine that answers polls and no request** is found by what it computes: with requests in
+  flight, fewer than 30 tokens in `STEP_SECONDS` (`Pace` of `inference.actor`). Polls count only
+  while it should compute: not while it is paused, sleeps or loads weights. A prompt that is
+  computed at once has more time. A request that a server has lost keeps the run from its next
+  step, so sooner or later it is the only one in flight.
 - **A process that was given up may go on**, if it was only out of reach. Nobody listens to it: the
   stores refuse its trajectories (`TrajectoryStore.refuse`), its requests are aborted with its
   connections, and no client or sync knows a replaced engine.
