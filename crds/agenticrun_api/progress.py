@@ -14,7 +14,9 @@ from pydantic import Field, FiniteFloat
 
 from agenticrun_api.algorithm import Guards
 from agenticrun_api.base import Count, Model, Positive
+from agenticrun_api.names import Role
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
+from agenticrun_api.roles import ELASTIC
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.status import (
     MAX_METRIC_NAME,
@@ -40,6 +42,26 @@ class Activity(StrEnum):
     CHECKPOINT = "checkpoint"
     STOPPING = "stopping"
     FINISHED = "finished"
+
+
+MAX_VACANT_PODS = 256
+
+
+class PoolStatus(Model):
+    """The engines or the env workers of a run, as the driver has them."""
+
+    replicas: Positive
+    """Number of pods that they are meant for."""
+    serving: Number = 0
+    """Engines or env workers at work, with those that are to leave."""
+    joining: Number = 0
+    """Those that start, or wait for a pod."""
+    leaving: Number = 0
+    """Those that are to leave and have not ended yet."""
+    vacant: Annotated[list[ShortText], Field(max_length=MAX_VACANT_PODS)] = []
+    """Pods where some ran and none runs now."""
+    fixed: ShortText = ""
+    """Why their number cannot change while the driver runs; empty if it can."""
 
 
 class Progress(Model):
@@ -84,13 +106,16 @@ class Progress(Model):
     observed_generation: Number | None = None
     """Generation of the run that the driver's settings are from. None: the driver cannot change
     them."""
+    pools: Annotated[dict[Role, PoolStatus], Field(max_length=len(ELASTIC))] | None = None
+    """By role, once they have started. None also if the driver cannot change their number."""
     final: FinalReport | None = None
 
 
 class LiveConfig(Model):
-    """The settings that may change while the run trains. They take effect after the current step.
+    """The settings that may change while the run trains.
 
-    The schedule of the learning rate keeps the length that it had at the start.
+    They take effect after the current step, `replicas` at once. The schedule of the learning rate
+    keeps the length that it had at the start.
     """
 
     generation: Number
@@ -99,6 +124,8 @@ class LiveConfig(Model):
     eval_steps: Count
     save_steps: Count
     guards: Guards
+    replicas: Annotated[dict[Role, Positive], Field(max_length=len(ELASTIC))] = {}
+    """The pods that the run has or is to have, by role; empty before 0.2."""
 
     @classmethod
     def of(cls, run: AgenticRun) -> LiveConfig:
@@ -106,6 +133,7 @@ class LiveConfig(Model):
         pipeline = run.spec.pipeline
         return cls(
             generation=run.metadata.generation,
+            replicas={Role(name): number for name, number in run.spec.roles.elastic.items()},
             **{name: getattr(pipeline, name) for name in LIVE_FIELDS},
         )
 

@@ -267,8 +267,8 @@ class PodRole(Model):
 
     def gives(self, resource: str) -> bool:
         """Return True if `resources` requests or limits the resource."""
-        given = self.resources or Resources()
-        return resource in given.requests or resource in given.limits
+        given = self.resources
+        return given is not None and (resource in given.requests or resource in given.limits)
 
     @property
     def overlay(self) -> PodTemplate:
@@ -280,8 +280,8 @@ class WorkerRole(PodRole):
     """Settings of a role with a number of pods."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of pods. For env and inference it may change while the run trains: the driver saves a
-    checkpoint, and the run goes on with new pods."""
+    """Number of pods. For env and inference it may change while the run trains, which goes on
+    meanwhile (docs/concepts.md)."""
 
 
 ELASTIC = (Role.INFERENCE, Role.ENV)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict
@@ -72,6 +73,11 @@ class AgenticRun(Model):
     def key(self) -> tuple[str, str]:
         """(namespace, name)"""
         return self.metadata.namespace, self.metadata.name
+
+    def with_replicas(self, replicas: Mapping[str, int]) -> AgenticRun:
+        """Return the run with other numbers of pods, by role."""
+        roles = self.spec.roles.with_replicas(replicas)
+        return self.model_copy(update={"spec": self.spec.model_copy(update={"roles": roles})})
 
     def document(self) -> dict[str, Any]:
         """Return the document that is mounted in the pods: metadata and spec, without status.

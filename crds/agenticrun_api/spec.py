@@ -130,10 +130,33 @@ def _stays_inside(field: str) -> Rule:
     )
 
 
+UNENCRYPTED_INSIDE = (
+    "http://(localhost|127[.][0-9.]+|[a-z0-9.-]+[.]svc([.]cluster[.]local)?)(:[0-9]+)?(/.*)?"
+)
+"""Addresses without encryption that may get passwords: of the pod itself, and of Services. A name
+without a dot is not among them: a search domain of the node may make a host outside of it."""
+
+
 class GitCode(Model):
     """Modules in a Git repository. Each pod fetches `ref`, without history, before it starts."""
 
-    RULES = (_no_credentials("url"), _stays_inside("path"))
+    RULES = (
+        _no_credentials("url"),
+        Rule(
+            "!has(self.secretName) || !self.url.startsWith('http://') || "
+            f"self.url.matches('^{UNENCRYPTED_INSIDE}$')",
+            "the password of secretName would travel unencrypted: use https or ssh; http is for "
+            "localhost and for a Service, as http://<service>.<namespace>.svc",
+            ".url",
+            lambda g: (
+                g.secret_name is None
+                or not g.url.startswith("http://")
+                or re.fullmatch(UNENCRYPTED_INSIDE, g.url) is not None
+            ),
+            added=True,
+        ),
+        _stays_inside("path"),
+    )
 
     url: Annotated[
         str,
@@ -155,7 +178,8 @@ class GitCode(Model):
     """A Secret in the run's namespace, with the keys that Kubernetes defines: `username` and
     `password` (kubernetes.io/basic-auth) for https, where the password is a token; `ssh-privatekey`
     (kubernetes.io/ssh-auth) and `known_hosts` for ssh. Only the container that fetches mounts
-    it."""
+    it. Not with http, which would send the password unencrypted, except to localhost and to
+    `http://<service>.<namespace>.svc`."""
 
 
 class ImageCode(Model):

@@ -97,6 +97,7 @@ class Reason(StrEnum):
     PODS_DENIED = "PodsDenied"
     PODS_READY = "PodsReady"
     IMAGE_PULL_FAILED = "ImagePullFailed"
+    MOUNT_FAILED = "MountFailed"
     UNSCHEDULABLE = "Unschedulable"
     CONTAINER_CRASHED = "ContainerCrashed"
     CODE_UNAVAILABLE = "CodeUnavailable"
@@ -119,6 +120,7 @@ class Reason(StrEnum):
     STOPPED = "Stopped"
     RESCALING = "Rescaling"
     NOT_RESCALED = "NotRescaled"
+    SCALED = "Scaled"
     SUSPENDING = "Suspending"
     SUSPENDED = "Suspended"
     RESUMED = "Resumed"
@@ -166,6 +168,10 @@ class RoleStatus(Model):
     """Number of pods that the role has in the spec."""
     ready: int
     """Number of pods that are ready."""
+    joining: int = 0
+    """Number of engines or env workers that start, or wait for a pod."""
+    leaving: int = 0
+    """Number of engines or env workers that end because fewer are wanted."""
     gpus: int
     """Number of GPUs that all pods of the role request together."""
     image: Annotated[str, Field(max_length=1024)] | None = None

@@ -60,6 +60,21 @@ class Applier:
         for manifest in plan.create:
             await self._create(manifest)
 
+    async def change_cluster(self, plan: Plan) -> None:
+        """Store the RayCluster with other numbers of pods, if the plan has it.
+
+        Raises:
+            Conflict: it has changed since it was read.
+            Refused: the apiserver rejects it as invalid.
+            Denied: rights are missing, as in an older chart, or an admission policy prevents it.
+        """
+        if plan.cluster is None:
+            return
+        try:
+            await self._kube.put(plan.cluster)
+        except NotFound:
+            return  # the next reconciliation creates it
+
     async def write_status(self, document: Manifest, plan: Plan) -> Manifest:
         """Write the plan's status. After an exception, the rest of the plan must not be applied.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -40,6 +40,7 @@ _CODE_CONTAINERS = {
 }
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 _PLAIN_WAITING = frozenset({"ContainerCreating", "PodInitializing"})
+_MOUNT_FAILURES = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
 _ROLES = frozenset(role.value for role in Role)
 LIVE_JOB = frozenset({"PENDING", "RUNNING"})
 
@@ -89,6 +90,9 @@ class Pod:
     """Time at which the Ray container last started, by the clock of its node; None if it does not
     run."""
     problem: Problem | None = None
+    preparing_since: str | None = None
+    """Time at which the pod got a node, while its volumes and its network are not there; else None.
+    Only an event says what they wait for."""
     unready_since: str | None = None
     """Time at which the pod was last reported to be not ready; None if it is ready."""
     gone_by: str | None = None
@@ -264,6 +268,7 @@ def read_pod(manifest: Manifest) -> Pod:
         created_at=metadata.get("creationTimestamp", ""),
         started_at=_started_at(status),
         problem=None if ready else _problem(manifest),
+        preparing_since=None if ready else _preparing_since(manifest),
         unready_since=None if ready else readiness.get("lastTransitionTime"),
         gone_by=metadata.get("deletionTimestamp"),
         ended=_has_ended(status),
@@ -338,6 +343,39 @@ def _node_problem(pod: Manifest) -> Problem | None:
         return None
     node = spec.get("nodeName", "")
     return Problem(Reason.NODE_LOST, f"is on node {node}, which no longer answers")
+
+
+def _preparing_since(pod: Manifest) -> str | None:
+    if not pod.get("spec", {}).get("nodeName"):
+        return None
+    conditions = {item["type"]: item for item in pod.get("status", {}).get("conditions", ())}
+    if conditions.get("PodReadyToStartContainers", {}).get("status") == "True":
+        return None
+    for container in _container_statuses(pod):
+        waiting = container.get("state", {}).get("waiting") or {}
+        if waiting.get("reason") not in _PLAIN_WAITING:
+            return None
+    since: str | None = conditions.get("PodScheduled", {}).get("lastTransitionTime")
+    return since or pod["metadata"].get("creationTimestamp")
+
+
+def problem_of_warnings(events: Sequence[Manifest]) -> Problem | None:
+    """Return the problem of a pod that does not start its containers, from its warning events.
+
+    Those of the scheduler are old: the pod has a node.
+    """
+    current = (event for event in events if event.get("reason") != "FailedScheduling")
+    newest = max(current, key=_time_of, default=None)
+    if newest is None:
+        return None
+    message = _one_line(newest.get("message", ""))
+    if newest.get("reason") in _MOUNT_FAILURES:
+        return Problem(Reason.MOUNT_FAILED, f"cannot mount its volumes: {message}")
+    return Problem(Reason.PODS_PENDING, f"cannot start its containers: {message}")
+
+
+def _time_of(event: Manifest) -> str:
+    return event.get("lastTimestamp") or event.get("eventTime") or ""
 
 
 def _container_statuses(pod: Manifest) -> Iterator[Manifest]:

@@ -7,6 +7,7 @@ training run makes no request. A head that does not answer is asked less and les
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -16,8 +17,17 @@ from typing import TypeVar
 from agenticrun_api import AgenticRun, Phase, Reason
 from agenticrun_operator.cluster import Head, HeadAddress, Kube, NotServed
 from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.metrics import HEADS_UNREACHABLE
-from agenticrun_operator.observed import Observed, Pod, Unreachable, read_pods
+from agenticrun_operator.observed import (
+    Observed,
+    Pod,
+    Problem,
+    Unreachable,
+    problem_of_warnings,
+    read_pods,
+)
+from agenticrun_operator.planning.times import parse_time
 from agenticrun_operator.release_0_1 import RandomTokens
 from agenticrun_operator.resources import (
     CLAIM_KIND,
@@ -34,10 +44,14 @@ from agenticrun_operator.resources import (
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import backoff_seconds
 
+log = logging.getLogger(__name__)
+
 PATIENCE = 3
 """Times in a row that a head may fail to answer before it is asked less often."""
 FIRST_SILENCE_SECONDS = 4.0
 MAX_SILENCE_SECONDS = 30.0
+PREPARING_SECONDS = 15.0
+"""Time that a node has for the volumes and the network of a pod before its events are read."""
 JITTER = 0.3
 """Share of the silence that is random, so that the heads of a lost node are not asked together."""
 Answer = TypeVar("Answer")
@@ -168,6 +182,10 @@ class Observer:
             run: the run.
             objects: its children and pods, from `read_objects`.
         """
+        observed = await self._ask_head(run, objects)
+        return replace(observed, pods=await self._with_reasons(run, observed.pods))
+
+    async def _ask_head(self, run: AgenticRun, objects: ObservedObjects) -> Observed:
         observed = Observed(
             children=objects.children,
             pods=objects.pods,
@@ -206,6 +224,33 @@ class Observer:
             children={**observed.children, Child("RayCluster", name): cluster},
             pods=tuple(read_pods(pods, run, cluster, cluster_known=True)),
         )
+
+    async def _with_reasons(self, run: AgenticRun, pods: tuple[Pod, ...]) -> tuple[Pod, ...]:
+        """Add the problem of the first pod of each role that its node cannot prepare.
+
+        What a node waits for, such as a Secret that does not exist, is in no field of the pod.
+        """
+        stuck = {pod.role: pod for pod in reversed(pods) if self._is_stuck(pod)}
+        problems = await asyncio.gather(
+            *(self._read_problem(run.metadata.namespace, pod) for pod in stuck.values())
+        )
+        found = {pod.uid: problem for pod, problem in zip(stuck.values(), problems, strict=True)}
+        return tuple(
+            replace(pod, problem=found[pod.uid]) if pod.uid in found else pod for pod in pods
+        )
+
+    def _is_stuck(self, pod: Pod) -> bool:
+        if pod.preparing_since is None or pod.problem is not None or pod.deleting:
+            return False
+        age = self._clock() - parse_time(pod.preparing_since)
+        return age.total_seconds() >= PREPARING_SECONDS
+
+    async def _read_problem(self, namespace: str, pod: Pod) -> Problem | None:
+        try:
+            return problem_of_warnings(await self._kube.list_pod_warnings(namespace, pod.uid))
+        except ClusterError as error:  # a chart of an earlier release gives no right to do this
+            log.warning("cannot read the events of pod %s: %s", pod.name, error)
+            return None
 
     async def _ask(
         self, part: tuple[str, str], ask: Callable[[], Awaitable[Answer]]

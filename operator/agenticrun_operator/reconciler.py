@@ -276,6 +276,11 @@ class Reconciler:
             await self._applier.make_children(plan_)
         except (Refused, Denied, NotServed, NamespaceGone) as error:
             plan_ = plan(run, observed, self._clock(), self._images, self._key, error)
+        try:
+            await self._applier.change_cluster(plan_)
+        except (Refused, Denied) as error:
+            log.warning("%s: the RayCluster cannot be changed: %s", "/".join(key), error)
+            plan_ = plan(run, observed, self._clock(), self._images, self._key, scaling_error=error)
         job = plan_.status.job if plan_.status else None
         if job and job.end_time:
             cached = replace(cached, ended=(job.submission_id, job.end_time))
@@ -386,4 +391,4 @@ def _read(document: Manifest, before: RunCache | None) -> AgenticRun:
 def _acts(plan_: Plan, run: AgenticRun) -> bool:
     """Return True if the plan does more than write what was seen: it needs fresh objects."""
     moves = plan_.status is not None and plan_.status.phase is not run.status.phase
-    return bool(moves or plan_.job or plan_.delete or plan_.create or plan_.tokens)
+    return bool(moves or plan_.job or plan_.delete or plan_.create or plan_.cluster or plan_.tokens)

@@ -20,7 +20,7 @@ import yaml
 
 from agenticrun_api import Role
 from git_server import USER, call_git, commit
-from installation import Images
+from installation import RUNS, Images
 from lake import Pods, small_lake
 from testcluster import Cluster
 from waiting import eventually
@@ -30,7 +30,7 @@ from wheels import wheel
 SITE = "code-site"
 PASSWORD = "s3cr3t-t0ken"
 SUPPORT = Path(__file__).parents[1] / "support"
-GIT_URL = f"http://{SITE}:8000/mine"
+GIT_URL = f"http://{SITE}.{RUNS}.svc:8000/mine"
 INDEX_URL = f"http://{SITE}:8001/"
 PACKAGE = "iniconfig"
 """A package that this machine has, as `agenticrun package` asks, and the worker image has not. The
@@ -166,10 +166,18 @@ def test_own_code_trains_from_a_config_map_and_from_git(
     git = {"url": GIT_URL, "ref": "v1", "path": "envs", "secretName": "right"}
     pip = {"requirementsFile": "requirements.txt", "indexUrl": INDEX_URL}
     from_git = own_lake("from-git", {"git": git, "pip": pip})
+
+    def with_code() -> dict[str, Any] | None:
+        """Return the env pod once Git's container has ended. A run of one step may be over soon."""
+        for pod in Pods(runs, "from-git").of(Role.ENV):
+            first, *_ = pod["status"].get("initContainerStatuses") or [{"state": {}}]
+            if "terminated" in first["state"]:
+                return pod
+        return None
+
     with Watch(runs, "from-config-map") as first, Watch(runs, "from-git") as second:
         runs.apply(config_map, from_config_map, from_git)
-        second.wait(lambda seen: seen.phase == "Running", 600, "the run from Git trains")
-        (pod,) = Pods(runs, "from-git").of(Role.ENV)
+        pod = eventually(with_code, 600, "the code of the run from Git is fetched", interval=0.5)
         for watch in (first, second):
             watch.wait(lambda seen: seen.phase == "Succeeded", 600, "a step of own code")
     assert PASSWORD not in json.dumps(pod)

@@ -43,8 +43,10 @@ class Drill:
     """Of the run, each a second or more."""
     says: str = ""
     """What the status must show while the fault lasts."""
+    trains_on: bool = False
+    """The driver must run all the time."""
     untouched: bool = False
-    """The run must not notice: no container starts, no step waits."""
+    """The run must not notice: it trains on, and no container starts."""
     end: str = "Succeeded"
     why: str = ""
     """What the message of a run that fails must say."""
@@ -118,7 +120,7 @@ DRILLS = (
         },
     ),
     Drill("claim expanded, then TTL changed", faults.claim_expanded, lasts=15, steps=20),
-    Drill("a second env pod asked for", faults.replicas_changed, steps=25),
+    Drill("a second env pod asked for", faults.replicas_changed, steps=90, trains_on=True),
     Drill("Ray's processes on the head frozen", faults.head_processes_frozen, lasts=30, steps=60),
     Drill(
         "helm upgrade: a value, then the image",
@@ -213,7 +215,9 @@ def _problems(drill: Drill, report: Report) -> Iterator[str]:
         yield f"the message does not say {drill.why!r} in one line"
     if report.lost_beyond_checkpoint():
         yield f"{report.lost_beyond_checkpoint()} saved steps were lost"
-    if drill.untouched and (report.new_containers() or not report.trained_on()):
+    if (drill.trains_on or drill.untouched) and not report.trained_on():
+        yield "the driver was stopped"
+    if drill.untouched and report.new_containers():
         yield f"the run was touched: {report.new_containers()} containers were started"
     if drill.says and drill.says not in [word for _, word in report.said()]:
         yield f"the status never said {drill.says!r}"

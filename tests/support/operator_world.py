@@ -58,7 +58,7 @@ from agenticrun_operator.resources import (
 )
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item
-from fake_ray import FakeJob, missing_roles, pod_of, ready_condition
+from fake_ray import FakeJob, missing_roles, pod_of, ready_condition, surplus_pods
 from runs import run_with
 
 IMAGE = "worker:1"
@@ -119,6 +119,10 @@ class World:
     configs: dict[str, LiveConfig] = field(default_factory=dict)
     """The settings that the reporter of a head pod (by uid) was sent last."""
     events: list[Event] = field(default_factory=list)
+    pod_warnings: dict[str, list[Manifest]] = field(default_factory=dict)
+    """Events of type Warning by the uid of their pod."""
+    events_denied: bool = False
+    """The operator may not list events, with the chart of an earlier release."""
     requests: list[str] = field(default_factory=list)
     status_writes: int = 0
     crd_lacks: tuple[str, ...] = ()
@@ -142,6 +146,8 @@ class World:
     lost_at: datetime = START
     delete_errors: dict[str, ClusterError] = field(default_factory=dict)
     """The apiserver's answer to the deletion of a kind."""
+    put_error: ClusterError | None = None
+    """The apiserver's answer to the change of a RayCluster."""
     stop_requests: int = 0
     reporter_down: bool = False
     ray_down: bool = False
@@ -160,6 +166,8 @@ class World:
     """What the containers of a pod started with, by incarnation."""
     _texts: dict[str, tuple[str, str]] = field(default_factory=dict)
     """resourceVersion and content of each object when the watches last saw it, by uid."""
+    _parsed: tuple[bytes, AgenticRunStatus] | None = None
+    """The run whose status was read last, and that status: most reads are of an unchanged run."""
     _ids: Any = field(default_factory=lambda: itertools.count(1))
 
     # -- the user ----------------------------------------------------------------------------------
@@ -241,11 +249,12 @@ class World:
         """Give an object that was changed in place another resourceVersion."""
         metadata = item["metadata"]
         before = self._texts.get(metadata["uid"])
-        if before == (metadata["resourceVersion"], _content(item)):
+        content = _content(item)
+        if before == (metadata["resourceVersion"], content):
             return
         if before and before[0] == metadata["resourceVersion"]:
             metadata["resourceVersion"] = str(next(self._ids))
-        self._texts[metadata["uid"]] = (metadata["resourceVersion"], _content(item))
+        self._texts[metadata["uid"]] = (metadata["resourceVersion"], content)
 
     def _mark_deleted(self, item: Manifest, grace_seconds: int = 30) -> None:
         if "deletionTimestamp" not in item["metadata"]:
@@ -259,7 +268,10 @@ class World:
 
     @property
     def status(self) -> AgenticRunStatus:
-        return parse_served(self.run).status
+        run = pickle.dumps(self.run, pickle.HIGHEST_PROTOCOL)
+        if self._parsed is None or self._parsed[0] != run:
+            self._parsed = run, parse_served(self.run).status
+        return self._parsed[1]
 
     @property
     def secret(self) -> tuple[str, str]:
@@ -324,6 +336,9 @@ class World:
             for pod in self.pods()
             if self._belongs_to(pod, cluster) or "deletionTimestamp" in pod["metadata"]
         ]
+        for pod in surplus_pods(cluster, counted):
+            del self.objects["Pod", pod["metadata"]["name"]]
+            counted.remove(pod)
         for role in missing_roles(cluster, counted):
             self._store(pod_of(cluster, role, f"{NAME}-{role}-{next(self._ids)}"))
         placed = 0
@@ -573,6 +588,12 @@ class World:
             ]
         )
 
+    async def list_pod_warnings(self, namespace: str, pod_uid: str) -> list[Manifest]:
+        self._point("list events")
+        if self.events_denied:
+            raise Denied("events is forbidden")
+        return copied(self.pod_warnings.get(pod_uid, []))
+
     async def create(self, manifest: Manifest) -> None:
         self._point(f"create {manifest['kind']}")
         self._check_served(manifest["kind"])
@@ -582,6 +603,23 @@ class World:
             raise AlreadyExists(manifest["metadata"]["name"])
         self._store(copied(manifest))
         self._point("created")
+
+    async def put(self, manifest: Manifest) -> Manifest:
+        self._point(f"put {manifest['kind']}")
+        if self.put_error is not None:
+            raise self.put_error
+        metadata = manifest["metadata"]
+        stored = self.objects.get((manifest["kind"], metadata["name"]))
+        if stored is None:
+            raise NotFound(metadata["name"])
+        self._version_what_a_test_changed(stored)
+        if stored["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
+            raise Conflict(metadata["name"])
+        changed = copied(manifest)
+        changed["metadata"]["resourceVersion"] = str(next(self._ids))
+        self.objects[manifest["kind"], metadata["name"]] = changed
+        self._point("put")
+        return copied(changed)
 
     async def delete(
         self, kind: str, namespace: str, name: str, uid: str, force: bool = False

@@ -80,7 +80,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   verbs: [update]
 - apiGroups: [ray.io]
   resources: [rayclusters]
-  verbs: [get, list, watch, create, delete]
+  verbs: [get, list, watch, create, update, delete]
 # To remove pods of runs from nodes that no longer answer.
 - apiGroups: [""]
   resources: [pods]
@@ -94,5 +94,6 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   verbs: [create{{ if .Values.migration.readRunSecrets }}, get{{ end }}]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  # list: what a pod waits for that its node cannot prepare, such as a Secret that does not exist, is in no field of the pod.
+  verbs: [create, list]
 {{- end -}}

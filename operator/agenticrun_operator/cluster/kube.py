@@ -196,6 +196,14 @@ class KubeClient:
         items: list[Manifest] = found["items"]
         return items
 
+    async def list_pod_warnings(self, namespace: str, pod_uid: str) -> list[Manifest]:
+        selector = f"involvedObject.uid={pod_uid},type=Warning"
+        found = await self._request(
+            "GET", object_path("Event", namespace), query={"fieldSelector": selector}
+        )
+        items: list[Manifest] = found["items"]
+        return items
+
     async def list_objects(
         self, kind: str, namespace: str | None, label: str | None
     ) -> tuple[list[Manifest], str]:

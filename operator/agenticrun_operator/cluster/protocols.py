@@ -30,10 +30,21 @@ class Kube(Protocol):
         """Return the pods that are labelled with the run's name."""
         ...
 
+    async def list_pod_warnings(self, namespace: str, pod_uid: str) -> list[Manifest]:
+        """Return the events of type Warning on a pod."""
+        ...
+
     async def create(self, manifest: Manifest) -> None:
         """Create an object.
 
         Raises `AlreadyExists`, `Refused`, `Denied`, `NotServed`, `NamespaceGone`.
+        """
+        ...
+
+    async def put(self, manifest: Manifest) -> Manifest:
+        """Replace an object at its resourceVersion and return it as stored.
+
+        Raises `Conflict`, `NotFound`, `Refused`, `Denied`.
         """
         ...
 

@@ -90,6 +90,7 @@ class Draft:
         self.status = run.status
         self.tokens: Manifest | None = None
         self.create: list[Manifest] = []
+        self.cluster: Manifest | None = None
         self.delete: list[Delete] = []
         self.job: JobAction | None = None
         self.suspending = False
@@ -108,7 +109,8 @@ class Draft:
 
     def no_pods(self) -> None:
         """Set the number of ready pods of each role to 0."""
-        roles = [item.model_copy(update={"ready": 0, "message": ""}) for item in self.status.roles]
+        nothing = {"ready": 0, "joining": 0, "leaving": 0, "message": ""}
+        roles = [item.model_copy(update=nothing) for item in self.status.roles]
         self.set(roles=roles)
 
     def condition(
@@ -182,6 +184,7 @@ class Draft:
         return Plan(
             tokens=self.tokens,
             create=tuple(self.create),
+            cluster=self.cluster,
             status=status,
             job=self.job,
             delete=tuple(self.delete),

@@ -66,6 +66,8 @@ class Plan:
     """The Secret with the run's tokens, to create unless it exists. If that is denied while the
     RayCluster exists, the rest of the plan goes on: a quota also denies what exists already."""
     create: tuple[Manifest, ...] = ()
+    cluster: Manifest | None = None
+    """The RayCluster with other numbers of pods, to store at the version that was read."""
     status: AgenticRunStatus | None = None
     """The status to write; None: no write."""
     delete: tuple[Delete, ...] = ()

@@ -17,6 +17,7 @@ from agenticrun_operator.planning import (
     obstacles,
     provisioning,
     roles,
+    scaling,
     startup,
     suspension,
 )
@@ -51,6 +52,7 @@ def plan(
     images: WorkerImages,
     key: OperatorKey,
     creation_error: ClusterError | None = None,
+    scaling_error: ClusterError | None = None,
 ) -> Plan:
     """Return the plan for one run.
 
@@ -62,6 +64,7 @@ def plan(
         key: the key of this installation.
         creation_error: the error that the plan for the same state met when its children were
             created. The new plan creates nothing.
+        scaling_error: the same for the change of the RayCluster. The new plan does not change it.
     """
     run = with_its_claim(run, observed.child(CLAIM_KIND, claim_name(run)))
     draft = Draft(run, now)
@@ -74,7 +77,7 @@ def plan(
     draft.look_again(SAFETY_NET_SECONDS)
     _accept(draft, observed)
     lost_pods.remove_stuck(draft, observed)
-    if cause := suspension.find_cause(draft, observed):
+    if cause := suspension.find_cause(draft, observed, scaling_error):
         suspension.suspend(draft, observed, images, cause)
         return draft.finish(observed.last_status_write)
     suspension.resume(draft)
@@ -97,6 +100,8 @@ def plan(
     if obstacle is None or run.status.job:
         ready = roles.report(draft, observed, images)
         attempts.advance(draft, observed, ready)
+        if obstacle is None and scaling_error is None:
+            scaling.scale(draft, observed)
     elif observed.own_cluster(run):  # its pods hold resources meanwhile
         roles.report(draft, observed, images)
         startup.check_deadline(draft, observed)

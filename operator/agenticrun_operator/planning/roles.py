@@ -6,11 +6,13 @@ from agenticrun_api import ConditionType, Phase, Reason, Role
 from agenticrun_api.status import RoleStatus
 from agenticrun_operator.observed import Observed, Pod, Problem
 from agenticrun_operator.planning.draft import Draft
+from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.resources import WorkerImages, images_in
 
 _WORTH_AN_EVENT = frozenset(
     {
         Reason.IMAGE_PULL_FAILED,
+        Reason.MOUNT_FAILED,
         Reason.UNSCHEDULABLE,
         Reason.CONTAINER_CRASHED,
         Reason.CODE_UNAVAILABLE,
@@ -25,11 +27,16 @@ def report(draft: Draft, observed: Observed, images: WorkerImages) -> bool:
     cluster = observed.own_cluster(run)
     in_use = images_in(cluster) if cluster else {}
     ours = [pod for pod in observed.pods if pod.orphan or pod.run_uid == run.metadata.uid]
+    progress = own_progress(run, observed.progress)
+    pools = (progress.pools if progress else None) or {}
     statuses, first = [], None
     for role in (Role.DRIVER, *run.spec.roles.workers):
         pods = [pod for pod in ours if pod.role is role]
         image = in_use.get(role.value) or images.of(run, role)
         status, problem = _role(draft, role, pods, image)
+        if pool := pools.get(role):
+            moves = {"joining": pool.joining, "leaving": pool.leaving}
+            status = status.model_copy(update=moves)
         statuses.append(status)
         if problem and (
             first is None

@@ -1,6 +1,7 @@
 """Suspension: the driver saves a checkpoint, the pods go, and the run waits until it is resumed.
 
-`spec.suspend` asks for it, and so does a change of replicas, until the old RayCluster is gone.
+`spec.suspend` asks for it, and so does a change of replicas that cannot take effect while the run
+trains (`scaling`), until the old RayCluster is gone.
 
 The condition Suspended is Unknown from the first look at the request on, which times the driver's
 grace, and True once no pod is left. An attempt that ends for a suspension counts neither as a
@@ -16,11 +17,12 @@ from datetime import datetime
 
 from agenticrun_api import ConditionType, Phase, Reason
 from agenticrun_api.version import takes_replicas
+from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.observed import Observed
-from agenticrun_operator.planning import attempts, roles, startup
+from agenticrun_operator.planning import attempts, roles, scaling, startup
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.times import format_time, parse_time
-from agenticrun_operator.resources import WorkerImages, replicas_in, storage_of
+from agenticrun_operator.resources import WorkerImages, storage_of
 
 
 @dataclass(frozen=True)
@@ -39,30 +41,37 @@ class Cause:
         return self.reason is Reason.RESCALING
 
 
-def find_cause(draft: Draft, observed: Observed) -> Cause | None:
+def find_cause(
+    draft: Draft, observed: Observed, scaling_error: ClusterError | None = None
+) -> Cause | None:
     """Return why the run has to release its pods, or None.
 
-    Other numbers of replicas need other pods. A RayCluster is never changed, so the run is
-    suspended until it has been deleted.
+    Other replicas need other pods. If they cannot take effect while the driver runs (`scaling`),
+    the run is suspended until its RayCluster has been deleted.
+
+    Args:
+        draft: the draft.
+        observed: the observed state.
+        scaling_error: why the apiserver has refused to change the RayCluster.
     """
     if draft.run.spec.suspend:
         return Cause(Reason.SUSPENDING, Reason.SUSPENDED, "spec.suspend is true")
     cluster = observed.own_cluster(draft.run)
     if cluster is None:
         return None
-    wanted, made = draft.run.spec.roles.elastic, replicas_in(cluster)
-    changes = [
-        f"roles.{role}.replicas changed from {made[role]} to {number}"
-        for role, number in wanted.items()
-        if made.get(role, number) != number
-    ]
+    changes = scaling.changed_replicas(draft.run, cluster)
     before = draft.find(ConditionType.SUSPENDED)
     if not changes:
         if before and before.reason == Reason.NOT_RESCALED:
             done = "the run has the pods that spec.roles asks for"
             draft.condition(ConditionType.SUSPENDED, "False", Reason.RESUMED, done)
         return None
-    text = " and ".join(changes)
+    if before and (before.reason, before.status) == (Reason.RESCALING, "Unknown"):
+        return Cause(Reason.RESCALING, Reason.RESCALING, scaling.describe(changes))
+    why = str(scaling_error or "") or scaling.why_not(draft, observed, list(changes))
+    if why is None:
+        return None
+    text = f"{scaling.describe(changes)} ({why})"
     if kept := _keeps_its_pods(draft):
         message = f"{text}, but the run keeps its pods: {kept}"
         if before is None or before.message != message:

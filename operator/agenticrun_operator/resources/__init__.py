@@ -25,9 +25,13 @@ from agenticrun_operator.resources.metadata import (
     controller,
     controller_uid,
     is_deleting,
-    whole_number,
 )
-from agenticrun_operator.resources.raycluster import images_in, ray_cluster, replicas_in
+from agenticrun_operator.resources.raycluster import (
+    images_in,
+    ray_cluster,
+    replicas_in,
+    rescaled,
+)
 from agenticrun_operator.resources.tokens import (
     OperatorKey,
     key_id_of,
@@ -61,12 +65,12 @@ __all__ = [
     "mounted_names",
     "ray_cluster",
     "replicas_in",
+    "rescaled",
     "secret_of",
     "storage_of",
     "tokens_name",
     "tokens_secret",
     "unbound",
     "unsuitable",
-    "whole_number",
     "with_its_claim",
 ]

@@ -7,12 +7,12 @@ from datetime import datetime
 
 from agenticrun_api import AgenticRun
 from agenticrun_api.names import LABEL_RUN, LABEL_RUN_UID
+from agenticrun_api.quantities import whole_number
 from agenticrun_api.spec import VolumeClaim
 from agenticrun_operator.resources.metadata import (
     Manifest,
     child_metadata,
     controller_uid,
-    whole_number,
 )
 from agenticrun_operator.resources.volumes import claim_name, default_storage, storage_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 from agenticrun_api import AgenticRun, Role
@@ -54,30 +53,3 @@ def controller_uid(manifest: Manifest) -> str | None:
 def is_deleting(manifest: Manifest) -> bool:
     """Return True if the object is being deleted."""
     return "deletionTimestamp" in manifest["metadata"]
-
-
-_UNITS = {
-    "m": Decimal("0.001"),
-    "": Decimal(1),
-    "k": Decimal(10**3),
-    "M": Decimal(10**6),
-    "G": Decimal(10**9),
-    "T": Decimal(10**12),
-    "P": Decimal(10**15),
-    "Ki": Decimal(2**10),
-    "Mi": Decimal(2**20),
-    "Gi": Decimal(2**30),
-    "Ti": Decimal(2**40),
-    "Pi": Decimal(2**50),
-}
-
-
-def whole_number(quantity: str) -> int:
-    """Return a quantity in its base unit (CPUs, bytes), rounded up.
-
-    Args:
-        quantity: any value that `agenticrun_api.base.Quantity` accepts.
-    """
-    number = quantity.rstrip("".join(_UNITS))
-    unit = quantity.removeprefix(number)
-    return int((Decimal(number) * _UNITS[unit]).to_integral_value(ROUND_CEILING))

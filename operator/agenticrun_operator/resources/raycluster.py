@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Collection, Mapping
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import DASHBOARD_PORT, GROUP, REPORTER_PORT
+from agenticrun_api.quantities import whole_number
 from agenticrun_api.roles import ELASTIC
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import (
     Manifest,
     child_metadata,
-    whole_number,
 )
 from agenticrun_operator.resources.pods import cpus_of, head_pod, worker_pod
 
@@ -87,6 +89,24 @@ def replicas_in(cluster: Manifest) -> dict[str, int]:
         for role in ELASTIC
         if labels.get(name := _replicas_label(role.value), "").isdigit()
     }
+
+
+def rescaled(cluster: Manifest, replicas: Mapping[Role, int], surplus: Collection[str]) -> Manifest:
+    """Return a RayCluster with other numbers of pods.
+
+    Args:
+        cluster: as it was read.
+        replicas: the new numbers, by role.
+        surplus: the pods to remove. KubeRay chooses the others if these are too few.
+    """
+    changed = copy.deepcopy(cluster)
+    for group in changed["spec"]["workerGroupSpecs"]:
+        if (number := replicas.get(Role(group["groupName"]))) is None:
+            continue
+        changed["metadata"]["labels"][_replicas_label(group["groupName"])] = str(number)
+        group.update({"replicas": number, "minReplicas": number, "maxReplicas": number})
+        group["scaleStrategy"] = {"workersToDelete": list(surplus)}
+    return changed
 
 
 def _replicas_label(role: str) -> str:

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from agenticrun_api import AgenticRun, parse_run
+from agenticrun_api import AgenticRun, Role, parse_run
 from agenticrun_operator.resources import (
     Manifest,
     OperatorKey,
     WorkerImages,
     desired_children,
+    rescaled,
     tokens_name,
     tokens_secret,
 )
@@ -357,7 +358,7 @@ READS_AND_CHANGES = (
     *((verb, "secrets") for verb in ("get", "list", "watch", "update", "patch", "delete")),
     *((verb, "configmaps") for verb in ("list", "update", "patch", "delete")),
     *((verb, "persistentvolumeclaims") for verb in ("update", "patch", "delete")),
-    *((verb, "rayclusters.ray.io") for verb in ("update", "patch")),
+    ("patch", "rayclusters.ray.io"),
     *((verb, "agenticruns.agenticrun.dev") for verb in ("create", "update", "patch")),
     ("create", "pods"),
     ("create", "pods:exec"),
@@ -386,6 +387,66 @@ def test_it_reads_no_secret_not_even_its_own(operator: Identity, team: Cluster) 
     for words in (("get", "secret", name), ("get", "secrets"), ("get", "secrets", "-A")):
         with pytest.raises(CommandFailed, match="forbidden"):
             operator.kubectl(*words)
+
+
+def rescale(team: Cluster, who: Identity, name: str, change: Change) -> None:
+    """Replace the RayCluster by one that was changed, as the apiserver has it now."""
+    for again in (True, True, True, True, False):
+        manifest = team.get("raycluster", name)
+        assert manifest is not None
+        change(manifest)
+        text = yaml.safe_dump(manifest)
+        try:
+            who.kubectl("replace", "--dry-run=server", "--validate=false", "-f", "-", stdin=text)
+        except CommandFailed as error:
+            if again and "(Conflict)" in str(error):  # KubeRay has written it meanwhile
+                continue
+            raise
+        return
+
+
+def test_it_may_change_the_numbers_of_pods_of_a_run_and_nothing_else_of_a_raycluster(
+    operator: Identity, unlimited: Identity, team: Cluster
+) -> None:
+    waits = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "scales-run"}}
+    team.apply(waits, run_with(("spec.suspend", True), name="scales"))
+    found = team.get("agenticrun", "scales")
+    assert found is not None
+    document = run_with(name="scales") | {"metadata": found["metadata"] | {"namespace": TEAM}}
+    ours = children(parse_run(document))["RayCluster"]
+    ours["spec"]["suspend"] = True
+    theirs = copy.deepcopy(ours)
+    theirs["metadata"] = {"name": "of-another"}
+    team.apply(ours, theirs)
+
+    def takes_over(manifest: Manifest) -> None:
+        kept = {"ownerReferences", "labels"}
+        manifest["metadata"] |= {key: ours["metadata"][key] for key in kept}
+        manifest["metadata"]["labels"]["agenticrun.dev/run"] = manifest["metadata"]["name"]
+        manifest["metadata"]["ownerReferences"][0]["name"] = manifest["metadata"]["name"]
+
+    def other_image(manifest: Manifest) -> None:
+        pod = manifest["spec"]["workerGroupSpecs"][0]["template"]["spec"]
+        pod["containers"][0]["image"] = "evil"
+
+    def other_command(manifest: Manifest) -> None:
+        pod = manifest["spec"]["headGroupSpec"]["template"]["spec"]
+        pod["containers"][0]["command"] = ["evil"]
+
+    def scales(manifest: Manifest) -> None:
+        changed = rescaled(manifest, {Role.ENV: 3}, ["scales-env-1"])
+        manifest.clear()
+        manifest.update(changed)
+
+    rescale(team, operator, "scales", scales)
+    for name, change in (
+        ("of-another", takes_over),
+        ("scales", other_image),
+        ("scales", other_command),
+    ):
+        rescale(team, unlimited, name, change)
+        with pytest.raises(CommandFailed, match="only the numbers of pods"):
+            rescale(team, operator, name, change)
 
 
 def test_it_may_delete_runs_with_a_ttl_and_clusters_of_runs_and_nothing_else(

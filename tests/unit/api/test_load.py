@@ -266,3 +266,28 @@ def test_no_address_contains_a_password(code: dict[str, Any], path: str) -> None
 def test_an_address_may_contain_the_user_of_ssh() -> None:
     line = "mine @ git+ssh://git@host.example/me/mine.git"
     parse_run(run_with(("spec.code", {"pip": {"requirements": [line]}})))
+
+
+@pytest.mark.parametrize(
+    ("address", "refused"),
+    [
+        ("http://git.example.com/me/mine", True),
+        ("http://localhost.example.com/mine", True),
+        ("http://127.0.0.1.example.com/mine", True),
+        ("http://git.svc@example.com/mine", True),
+        ("http://git/mine", True),  # may be a host outside, by a search domain of the node
+        ("https://git.example.com/me/mine", False),
+        ("http://localhost:3000/mine", False),
+        ("http://127.0.0.1/mine", False),
+        ("http://git.tools.svc/mine", False),
+        ("http://git.tools.svc.cluster.local:8000/me/mine", False),
+    ],
+)
+def test_no_password_travels_unencrypted_out_of_the_cluster(address: str, refused: bool) -> None:
+    run = run_with(("spec.code", {"git": {"url": address, "secretName": "token"}}))
+    parse_run(run_with(("spec.code", {"git": {"url": "http://git.example.com/open"}})))
+    if not refused:
+        parse_run(run)
+        return
+    with pytest.raises(InvalidRun, match=r"^spec\.code\.git\.url: "):
+        parse_run(run)

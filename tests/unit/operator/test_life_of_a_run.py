@@ -1052,15 +1052,25 @@ async def test_a_head_that_restarted_is_asked_how_the_attempt_ended_before_it_co
     assert phase(world) is Phase.SUCCEEDED
 
 
+@pytest.mark.parametrize("conflict", [False, True])
 async def test_a_head_that_restarts_between_two_looks_does_not_get_the_attempt_twice(
-    world: World, operator: Operator
+    world: World, operator: Operator, conflict: bool
 ) -> None:
+    """After a conflict, the objects that decide are read before Ray is asked."""
     await operator.reconcile()
     world.make_pods()
     await operator.reconcile()
     assert [job.attempt for job in world.jobs] == [1]
+    if conflict:
+        world.interruption = (
+            "write status",
+            lambda: world.change_run(("ttlSecondsAfterFinished", 60)),
+        )
+        await operator.reconcile()
+        assert world.interruption is None
     world.interruption = ("get job", world.restart_head_container)
     await operator.reconcile()
+    assert world.interruption is None
     assert [job.attempt for job in world.jobs] == [1], (
         "Ray knew nothing because it is new, not because the attempt is"
     )

@@ -14,7 +14,9 @@ from agenticrun_operator.cluster import (
     NotServed,
     Refused,
 )
-from operator_world import NAME, Operator, World, happened
+from agenticrun_operator.planning.times import format_time
+from agenticrun_operator.resources import Manifest
+from operator_world import NAME, Operator, World, condition, happened
 
 TOO_OLD = (
     'RayCluster in version "v1" cannot be handled as a RayCluster: strict decoding error: '
@@ -177,3 +179,67 @@ async def test_an_event_that_cannot_be_posted_stops_nothing(
 
     monkeypatch.setattr(world, "post_event", denied)
     await train(operator)
+
+
+def node_waits_for_a_secret(world: World) -> None:
+    """As the kubelet: the env pod has a node, and no volume of it."""
+    world.make_pods()
+    for pod in world.pods():
+        if pod["metadata"]["labels"]["agenticrun.dev/role"] != "env":
+            continue
+        creating: Manifest = {"waiting": {"reason": "ContainerCreating"}}
+        pod["status"]["containerStatuses"][0] |= {"state": creating, "ready": False}
+        pod["metadata"].setdefault("creationTimestamp", format_time(world.now))
+        pod["status"]["conditions"] = [
+            {
+                "type": "PodScheduled",
+                "status": "True",
+                "lastTransitionTime": pod["metadata"]["creationTimestamp"],
+            },
+            {"type": "PodReadyToStartContainers", "status": "False"},
+            {"type": "Ready", "status": "False"},
+        ]
+        world.pod_warnings[pod["metadata"]["uid"]] = [
+            {
+                "reason": "FailedMount",
+                "message": 'MountVolume.SetUp failed for volume "mine" : secret "keys" not found',
+                "lastTimestamp": "2026-01-01T00:00:02Z",
+            }
+        ]
+
+
+async def test_a_pod_whose_node_waits_for_a_secret_says_so_within_a_minute(
+    world: World, operator: Operator
+) -> None:
+    for _ in range(6):
+        node_waits_for_a_secret(world)
+        await operator.reconcile()
+        world.now += timedelta(seconds=10)
+    ready = condition(world, ConditionType.ROLES_READY)
+    assert (ready.status, ready.reason) == ("False", "MountFailed")
+    assert ready.message.startswith("env: pod ")
+    assert ready.message.endswith(
+        'cannot mount its volumes: MountVolume.SetUp failed for volume "mine" : '
+        'secret "keys" not found'
+    )
+    assert happened(world).count("MountFailed") == 1
+    world.pod_warnings.clear()
+    for pod in world.pods():
+        pod["status"]["containerStatuses"][0]["state"] = {}
+    await train(operator)
+
+
+async def test_pods_that_start_in_time_or_whose_events_are_denied_cost_nothing(
+    world: World, operator: Operator
+) -> None:
+    node_waits_for_a_secret(world)
+    await operator.reconcile()
+    node_waits_for_a_secret(world)
+    await operator.reconcile()
+    assert "list events" not in world.requests
+    world.events_denied = True
+    world.now += timedelta(seconds=60)
+    node_waits_for_a_secret(world)
+    await operator.reconcile()
+    assert "list events" in world.requests
+    assert condition(world, ConditionType.ROLES_READY).reason == "PodsPending"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agenticrun_api import Reason, Role
-from agenticrun_operator.observed import Incarnation, read_pod
+from agenticrun_operator.observed import Incarnation, Problem, problem_of_warnings, read_pod
 from agenticrun_operator.resources import Manifest
 
 
@@ -197,3 +197,46 @@ def test_the_commit_is_what_the_container_that_fetches_said_at_its_end() -> None
     assert commit("fetch-code", "a1" * 20) == "a1" * 20
     assert commit("fetch-code", "copied") == ""
     assert commit("install-packages", "a1" * 20) == ""
+
+
+def preparing(*containers: Manifest, **conditions: str) -> str | None:
+    """Return the time since which a pod on a node is prepared."""
+    since = "2026-01-01T00:00:00Z"
+    states = {"PodScheduled": "True", **conditions}
+    manifest = pod(
+        *containers,
+        conditions=[
+            {"type": kind, "status": status, "lastTransitionTime": since}
+            for kind, status in states.items()
+        ],
+    )
+    manifest["spec"]["nodeName"] = "node-1"
+    return read_pod(manifest).preparing_since
+
+
+def test_a_pod_is_prepared_until_its_first_container_may_start() -> None:
+    creating = waiting("ContainerCreating")
+    assert preparing(creating) == "2026-01-01T00:00:00Z"
+    assert preparing(creating, PodReadyToStartContainers="False") == "2026-01-01T00:00:00Z"
+    assert preparing(creating, PodReadyToStartContainers="True") is None, "it pulls an image"
+    assert preparing({"name": "ray", "restartCount": 0, "state": {"running": {}}}) is None
+    assert preparing(waiting("ErrImagePull")) is None
+    assert read_pod(pod(creating)).preparing_since is None, "it has no node"
+
+
+def test_the_newest_warning_says_what_a_pod_waits_for() -> None:
+    mount = {"reason": "FailedMount", "message": "secret\n x", "lastTimestamp": "2026-01-01T00:00Z"}
+    network = {
+        "reason": "FailedCreatePodSandBox",
+        "message": "no address is left",
+        "eventTime": "2026-01-01T00:01Z",
+    }
+    placed = {"reason": "FailedScheduling", "message": "no GPU", "eventTime": "2026-01-01T00:02Z"}
+    assert problem_of_warnings([]) is None
+    assert problem_of_warnings([placed]) is None
+    assert problem_of_warnings([mount]) == Problem(
+        Reason.MOUNT_FAILED, "cannot mount its volumes: secret x"
+    )
+    assert problem_of_warnings([network, placed, mount]) == Problem(
+        Reason.PODS_PENDING, "cannot start its containers: no address is left"
+    )

@@ -13,6 +13,7 @@ import yaml
 
 from agenticrun_api import AgenticRun, Role, parse_run
 from agenticrun_api.load import parse_mounted
+from agenticrun_api.quantities import whole_number
 from agenticrun_api.spec import CodeSpec
 from agenticrun_api.version import __version__
 from agenticrun_operator.resources import (
@@ -26,7 +27,6 @@ from agenticrun_operator.resources import (
     tokens_name,
     tokens_secret,
 )
-from agenticrun_operator.resources.metadata import whole_number
 from runs import run_with
 
 WORKER = WorkerImages("worker:1", {"sglang": "worker-sglang:1"})
@@ -587,20 +587,3 @@ def test_only_the_head_mounts_the_reporters_token_and_no_file_holds_rays() -> No
         item for item in pod_of(cluster, Role.DRIVER)["volumes"] if item["name"] == "reporter-token"
     ]
     assert volume["secret"]["items"] == [{"key": "token", "path": "token"}]
-
-
-@pytest.mark.parametrize(
-    ("quantity", "number"),
-    [
-        ("500m", 1),
-        ("1", 1),
-        ("1500m", 2),
-        ("0.5", 1),
-        ("2Gi", 2 * 2**30),
-        ("1.5Ki", 1536),
-        ("3G", 3_000_000_000),
-        ("100k", 100_000),
-    ],
-)
-def test_quantities_are_rounded_up(quantity: str, number: int) -> None:
-    assert whole_number(quantity) == number

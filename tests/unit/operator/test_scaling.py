@@ -1,0 +1,205 @@
+"""Other replicas of inference or env take effect while the run trains, if its driver can."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from agenticrun_api import ConditionType, Phase, PoolStatus, Role
+from agenticrun_api.status import CheckpointStatus, RoleStatus
+from agenticrun_api.version import __version__
+from agenticrun_operator.cluster import Denied
+from agenticrun_operator.planning.times import format_time
+from agenticrun_operator.resources import Manifest, replicas_in
+from operator_world import NAME, Operator, World, condition, happened, training
+
+
+def pools(env: int = 1, inference: int = 1, **env_fields: Any) -> dict[Role, PoolStatus]:
+    """Return what a driver reports that follows these numbers of pods."""
+    return {
+        Role.INFERENCE: PoolStatus(replicas=inference, serving=inference),
+        Role.ENV: PoolStatus(replicas=env, **{"serving": env, **env_fields}),
+    }
+
+
+def report(operator: Operator, **fields: Any) -> None:
+    world = operator.world
+    saved = CheckpointStatus(step=1, uri="/checkpoints/1", time=format_time(world.now))
+    world.drive(1, checkpoint=saved, version=__version__, **fields)
+
+
+async def a_run_that_trains(**fields: Any) -> Operator:
+    world = World()
+    world.apply_run(
+        ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
+        ("spec.roles", {"env": {"replicas": 2}}),
+    )
+    operator = Operator(world)
+    await training(operator)
+    report(operator, observed_generation=1, **({"pools": pools(2)} | fields))
+    await operator.settle(2)
+    return operator
+
+
+def want(world: World, env: int) -> None:
+    world.change_run(("roles", {"env": {"replicas": env}}))
+
+
+def cluster_of(world: World) -> Manifest:
+    return world.objects["RayCluster", NAME]
+
+
+def group(world: World, role: Role) -> Manifest:
+    groups: list[Manifest] = cluster_of(world)["spec"]["workerGroupSpecs"]
+    return next(each for each in groups if each["groupName"] == role.value)
+
+
+def env_status(world: World) -> RoleStatus:
+    return next(role for role in world.status.roles if role.name == "env")
+
+
+def is_undisturbed(world: World) -> bool:
+    """True if it is the same attempt that goes on, and nobody has asked it to stop."""
+    return (len(world.jobs), len(world.live_jobs()), world.stop_requests, world.status.phase) == (
+        (1, 1, 0, Phase.RUNNING)
+    )
+
+
+async def test_a_run_gets_more_pods_while_it_trains() -> None:
+    operator = await a_run_that_trains()
+    world = operator.world
+    before = cluster_of(world)["metadata"]["uid"]
+    want(world, 3)
+    await operator.settle(2)
+    assert len(world.pods(Role.ENV)) == 3
+    numbers = [group(world, Role.ENV)[key] for key in ("replicas", "minReplicas", "maxReplicas")]
+    assert numbers == [3, 3, 3]
+    assert group(world, Role.INFERENCE)["replicas"] == 1
+    assert [config.replicas for config in world.configs.values()] == [
+        {Role.INFERENCE: 1, Role.ENV: 3}
+    ]
+    report(operator, pools=pools(3, serving=2, joining=1))
+    await operator.settle(2)
+    assert (env_status(world).desired, env_status(world).joining) == (3, 1)
+    report(operator, pools=pools(3))
+    await operator.settle(2)
+    assert (env_status(world).ready, env_status(world).joining) == (3, 0)
+    assert happened(world).count("Scaled") == 1
+    assert cluster_of(world)["metadata"]["uid"] == before
+    assert is_undisturbed(world)
+
+
+async def test_pods_go_only_when_the_driver_has_emptied_them() -> None:
+    operator = await a_run_that_trains()
+    world = operator.world
+    emptied, kept = [pod["metadata"]["name"] for pod in world.pods(Role.ENV)]
+    want(world, 1)
+    await operator.settle(3)
+    assert len(world.pods(Role.ENV)) == 2, "the driver has not answered yet"
+    report(operator, pools=pools(1, serving=2, leaving=1))
+    await operator.settle(3)
+    assert len(world.pods(Role.ENV)) == 2, "its episodes go on"
+    assert env_status(world).leaving == 1
+    report(operator, pools=pools(1, vacant=["of-long-ago", emptied]))
+    await operator.settle(2)
+    assert [pod["metadata"]["name"] for pod in world.pods(Role.ENV)] == [kept]
+    assert group(world, Role.ENV)["scaleStrategy"] == {"workersToDelete": [emptied]}
+    (told,) = [event.message for event in world.events if event.reason == "Scaled"]
+    assert told == (
+        "roles.env.replicas changed from 2 to 1, and the run goes on; these pods are removed: "
+        f"{emptied}"
+    )
+    assert is_undisturbed(world)
+
+
+async def test_without_an_emptied_pod_one_that_is_not_ready_goes_first() -> None:
+    """The driver has never used the newest: it was wanted for a moment only."""
+    operator = await a_run_that_trains()
+    world = operator.world
+    used = {pod["metadata"]["name"] for pod in world.pods(Role.ENV)}
+    want(world, 3)
+    await operator.reconcile()
+    world.make_pods(ready=False)
+    want(world, 2)
+    await operator.settle(2)
+    assert {pod["metadata"]["name"] for pod in world.pods(Role.ENV)} == used
+
+
+@pytest.mark.parametrize("role", ["env", "inference"])
+async def test_a_driver_that_cannot_scale_a_role_is_stopped_and_says_why(role: str) -> None:
+    fixed = PoolStatus(replicas=1, serving=1, fixed="engines form one group")
+    operator = await a_run_that_trains(pools=pools(2) | {Role(role): fixed})
+    world = operator.world
+    world.change_run(("roles", {"env": {"replicas": 2}, role: {"replicas": 3}}))
+    await operator.settle(3)
+    told = condition(world, ConditionType.SUSPENDED)
+    assert (told.status, told.reason, world.stop_requests) == ("Unknown", "Rescaling", 1)
+    (event,) = [event.message for event in world.events if event.reason == "Rescaling"]
+    assert "(engines form one group)" in event
+    assert "Scaled" not in happened(world)
+
+
+async def test_the_driver_of_an_older_image_is_stopped() -> None:
+    operator = await a_run_that_trains(pools=None)
+    world = operator.world
+    want(world, 3)
+    await operator.settle(3)
+    assert condition(world, ConditionType.SUSPENDED).reason == "Rescaling"
+    (event,) = [event.message for event in world.events if event.reason == "Rescaling"]
+    assert "its driver cannot change them while it runs" in event
+
+
+async def test_nothing_is_decided_while_the_driver_does_not_answer() -> None:
+    operator = await a_run_that_trains()
+    world = operator.world
+    world.reporter_down = True
+    want(world, 3)
+    await operator.settle(5)
+    assert (len(world.pods(Role.ENV)), world.stop_requests) == (2, 0)
+    world.reporter_down = False
+    await operator.settle(3)
+    assert len(world.pods(Role.ENV)) == 3
+    assert is_undisturbed(world)
+
+
+async def test_an_operator_that_may_not_change_rayclusters_stops_the_driver() -> None:
+    """As with the chart of an older release."""
+    operator = await a_run_that_trains()
+    world = operator.world
+    world.put_error = Denied("rayclusters.ray.io is forbidden: cannot update")
+    want(world, 3)
+    await operator.settle(4)
+    told = condition(world, ConditionType.SUSPENDED)
+    assert (told.status, told.reason, world.stop_requests) == ("Unknown", "Rescaling", 1)
+    (event,) = [event.message for event in world.events if event.reason == "Rescaling"]
+    assert "cannot update" in event
+
+
+@pytest.mark.parametrize("when", ["put RayCluster", "put", "write status", "configure"])
+async def test_a_crash_of_the_operator_leaves_no_half_scaled_run(when: str) -> None:
+    operator = await a_run_that_trains()
+    world = operator.world
+    want(world, 3)
+    world.interruption = (when, world.crash)
+    await operator.settle(4)
+    assert operator.crashes == 1
+    assert len(world.pods(Role.ENV)) == 3
+    assert replicas_in(cluster_of(world)) == {"inference": 1, "env": 3}
+    assert [config.replicas[Role.ENV] for config in world.configs.values()] == [3]
+    assert is_undisturbed(world)
+
+
+async def test_a_driver_that_restarts_meanwhile_starts_with_the_wanted_numbers() -> None:
+    operator = await a_run_that_trains()
+    world = operator.world
+    want(world, 3)
+    await operator.settle(2)
+    world.end_driver(None)
+    world.now += timedelta(seconds=60)
+    await operator.settle(6)
+    world.now += timedelta(seconds=600)
+    await operator.settle(4)
+    assert [job.replicas for job in world.jobs] == [{}, {"inference": 1, "env": 3}]
+    assert len(world.pods(Role.ENV)) == 3
