@@ -300,3 +300,31 @@ def test_the_doctor_says_what_a_bare_control_plane_lacks(cli: Commands, plane: C
         ("KubeRay", "quotas", "storage"), "warning"
     ), said
     assert "to fix: the cluster: operator, the cluster: GPUs" in said
+
+
+def test_the_doctor_looks_for_what_a_run_names(
+    cli: Commands, plane: Cluster, tmp_path: Path
+) -> None:
+    hugging_face = {"secretName": "hub", "cacheClaimName": "models"}
+    claim = {"size": "1Gi", "storageClassName": "fast"}
+    document = run_with(
+        ("spec.huggingFace", hugging_face),
+        ("spec.checkpoint", {"volumeClaim": claim}),
+        ("spec.roles.env", {"envFrom": [{"configMapRef": {"name": "settings"}}]}),
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(document))
+    plane.kubectl("create", "secret", "generic", "hub", "--from-literal=HF_TOKEN=x")
+    plane.kubectl("create", "configmap", "settings")
+    try:
+        code, said = cli("doctor", "-f", str(file), "-n", NAMESPACE)
+    finally:
+        plane.kubectl("delete", "secret/hub", "configmap/settings")
+    name = document["metadata"]["name"]
+    failed = said[said.index("to fix:") :].replace("\n", " ")
+    assert code == 1, said
+    for place in ("pods", "persistentvolumeclaim models", "storageclass fast"):
+        assert f"{name} on the cluster: {place}" in failed, said
+    for place in ("quotas", "code", "secret hub", "configmap settings"):
+        assert f"{name} on the cluster: {place}" not in failed, said
+    assert "HF_TOKEN=x" not in said

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from agenticrun_api.crd import custom_resource_definition
 from agenticrun_workers.cli import app
-from agenticrun_workers.cli.doctor import (
+from agenticrun_workers.cli.doctor.cluster import (
     GPU,
     cluster_findings,
     crd_matches,
@@ -21,10 +21,9 @@ from agenticrun_workers.cli.doctor import (
     gpus_left,
     kubernetes,
     numbers,
-    quantity,
     quotas_left,
-    space,
 )
+from agenticrun_workers.cli.doctor.machine import space
 from agenticrun_workers.cli.source import Kubectl
 from agenticrun_workers.findings import Verdict
 
@@ -109,23 +108,6 @@ def test_free_gpus_are_counted_on_nodes_that_take_pods(
 ) -> None:
     finding = gpus_left(nodes, pods)
     assert (finding.verdict, finding.found) == (verdict, found)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("500m", 0.5),
-        ("2", 2.0),
-        ("4Gi", 4 * 2**30),
-        ("1e3", 1000.0),
-        ("3k", 3000.0),
-        ("0", 0.0),
-        ("100u", 0.0001),
-        ("5n", 5e-09),
-    ],
-)
-def test_quantities_are_numbers(text: str, value: float) -> None:
-    assert quantity(text) == pytest.approx(value)
 
 
 def test_a_quota_that_is_used_up_is_named() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from contextlib import nullcontext
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,16 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
 from agenticrun_api import AgenticRun, Role, parse_run
+from agenticrun_api.names import ExitCode
+from agenticrun_workers.cli import app
 from agenticrun_workers.cli.evaluate import table
-from agenticrun_workers.driver import evaluation
+from agenticrun_workers.driver import evaluation, local
 from agenticrun_workers.driver.evaluation import evaluate, evaluation_run, pass_at, summarize
 from agenticrun_workers.driver.metrics import Metrics, validation_metrics
 from agenticrun_workers.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.launch import Launcher
 from agenticrun_workers.launch.in_process import InProcessLauncher
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream
 from tiny_runs import tiny_document
 
@@ -158,9 +164,9 @@ async def test_an_evaluation_whose_engines_cannot_be_kept_alive_ends_with_the_er
     """Its episodes would wait for an engine for ever."""
 
     class Waiting:
-        async def run(self, task: GroupTask) -> list[EpisodeResult]:
+        async def run(self, task: EpisodeTask) -> EpisodeResult:
             await asyncio.Event().wait()
-            return []
+            raise AssertionError
 
     class Actors:
         def __init__(self, run: AgenticRun, launcher: Launcher) -> None:
@@ -176,3 +182,38 @@ async def test_an_evaluation_whose_engines_cannot_be_kept_alive_ends_with_the_er
     playing = evaluation_run(run_with({}), "x")
     with pytest.raises(RolloutFailed, match="5 engines died in a row"):
         await asyncio.wait_for(evaluate(playing, InProcessLauncher(), lambda _: None), 20)
+
+
+@pytest.mark.parametrize(
+    ("placement", "roles", "refused"),
+    [
+        ("Disaggregated", {"trainer": {"gpus": 8}, "inference": {}}, None),
+        ("Disaggregated", {"trainer": {}, "inference": {"gpus": 2}}, "inference"),
+        ("Colocated", {"trainer": {"gpus": 2}}, "trainer"),
+    ],
+)
+def test_engines_that_need_gpus_are_refused_where_there_are_none(
+    placement: str,
+    roles: dict[str, Any],
+    refused: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray would wait for them. Trainers do not count: an evaluation starts none."""
+    document = tiny_document()
+    del document["metadata"]["uid"]
+    document["spec"] |= {"placement": placement, "roles": roles}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(document))
+
+    async def play(*_: object) -> dict[str, object]:
+        return {}
+
+    monkeypatch.setattr(local, "embedded_ray", nullcontext)
+    monkeypatch.setattr(local, "gpus_here", lambda: 0)
+    monkeypatch.setattr(evaluation, "evaluate", play)
+    done = CliRunner().invoke(app, ["eval", "-f", str(file), "--model", "x"])
+    assert done.exit_code == (ExitCode.INVALID_CONFIG if refused else 0), done.output
+    if refused:
+        assert f"spec.roles.{refused}.gpus: the run asks for 2 GPUs" in done.output
+        assert f"--set roles.{refused}.gpus=0" in " ".join(done.output.split())

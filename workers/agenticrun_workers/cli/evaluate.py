@@ -82,10 +82,11 @@ def _play(
     Raises:
         InvalidConfig: the run, the checkpoint or the model cannot be used.
     """
+    from agenticrun_api import Role
     from agenticrun_workers.driver.evaluation import evaluate as play
     from agenticrun_workers.driver.evaluation import evaluation_run
     from agenticrun_workers.driver.export import export_checkpoint
-    from agenticrun_workers.driver.local import embedded_ray
+    from agenticrun_workers.driver.local import check_gpus, embedded_ray, gpus_here
 
     what = model or run.spec.model.path or ""
     if checkpoint is not None:
@@ -106,6 +107,7 @@ def _play(
     ]
     bars = Progress(*columns, console=console, transient=True)
     with embedded_ray(playing) as launcher, bars as progress:
+        check_gpus(run, {run.spec.engine_role, Role.ENV}, gpus_here())
         bar = progress.add_task("", total=playing.spec.pipeline.val_batch_size)
         results = asyncio.run(
             play(playing, launcher, lambda episodes: progress.advance(bar, episodes))

@@ -1,163 +1,31 @@
-"""`agenticrun doctor`: say what a cluster and this machine lack for a run, and how to fix it."""
+"""What a cluster lacks for runs of any kind, and for one run."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
-
+from agenticrun_api import AgenticRun
 from agenticrun_api.crd import custom_resource_definition
 from agenticrun_api.names import GROUP, PLURAL
+from agenticrun_api.quantities import quantity
 from agenticrun_api.version import __version__, is_supported
-from agenticrun_workers.cli.check_env import table
-from agenticrun_workers.cli.source import (
-    Context,
-    Kubectl,
-    Namespace,
-    NoCluster,
-    NoKubectl,
-    SourceError,
-)
-from agenticrun_workers.findings import Finding, Report, Verdict, failed, not_checked, ok, warning
-from agenticrun_workers.reporting.run_folder import gpus
+from agenticrun_workers.cli.doctor.placement import fits_quotas, pods_fit, usable_nodes
+from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist
+from agenticrun_workers.cli.local_code import PackagingError, find_local_code
+from agenticrun_workers.cli.source import Kubectl, NoCluster, NoKubectl, SourceError
+from agenticrun_workers.findings import Finding, failed, not_checked, ok, warning
 
 MIN_KUBERNETES = (1, 30)
 MIN_KUBERAY = (1, 6)
 GPU = "nvidia.com/gpu"
-SHM_GIB = 1.0
-"""/dev/shm that a tiny run on one machine needs; docs/gpus.md says how much others do."""
-DISK_GIB = 5.0
-IMPORT_SECONDS = 120.0
 
 Objects = list[dict[str, Any]]
 CRD_COMMAND = "python -m agenticrun_api.crd | kubectl apply --server-side --force-conflicts -f -"
 """Works from a checkout and from the wheel: the module prints the CRD of this version."""
-
-
-def doctor(
-    local: Annotated[bool, typer.Option("--local", help="Check this machine only.")] = False,
-    namespace: Namespace = None,
-    context: Context = None,
-) -> None:
-    """Check this machine and the cluster that kubectl reaches, and say what to fix.
-
-    Exit codes: 0 nothing stands in the way, 1 something does.
-    """
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    reports = {"this machine": Report(machine_findings())}
-    console.print(table(reports["this machine"], f"this machine, AgenticRun {__version__}"))
-    if not local:
-        reports["the cluster"] = Report(cluster_findings(Kubectl(namespace, context)))
-        console.print(table(reports["the cluster"], "the cluster"))
-    failed = [
-        f"{place}: {name}"
-        for place, report in reports.items()
-        for name in report.of(Verdict.FAILED)
-    ]
-    if failed:
-        console.print(f"to fix: {', '.join(failed)}")
-    raise typer.Exit(int(bool(failed)))
-
-
-def machine_findings() -> dict[str, Finding]:
-    """Return the findings about this machine, by name."""
-    return {
-        "Python": _python(),
-        "PyTorch": _torch(gpus()),
-        "engines": _engines(),
-        "/dev/shm": space(Path("/dev/shm"), SHM_GIB, "weights on their way to engines", SHM_ADVICE),
-        "disk": space(
-            Path(), DISK_GIB, "checkpoints in this folder", "free some space, or use --output"
-        ),
-    }
-
-
-SHM_ADVICE = (
-    "mount a larger one (docker run --shm-size=8g, mount -o remount,size=8g /dev/shm), or set "
-    "pipeline.weightSync.transport to ObjectStore"
-)
-
-
-def _python() -> Finding:
-    found = f"{platform.python_version()}, {len(os.sched_getaffinity(0))} CPUs"
-    if sys.platform != "linux":
-        return failed(f"{found} on {sys.platform}", "agenticrun run needs Linux")
-    return ok(found)
-
-
-def _torch(cards: list[str]) -> Finding:
-    """Import PyTorch as a run does, in a process of its own: a broken one may crash."""
-    program = "import torch; print(torch.__version__, torch.cuda.device_count())"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return failed(f"not imported in {IMPORT_SECONDS:.0f} s", "look at the disk and the memory")
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return failed(
-            f"cannot be imported: {last}", "make setup, or pip install agenticrun[workers]"
-        )
-    version, count = done.stdout.split()[-2:]
-    if cards and count == "0":
-        return warning(
-            f"{version} sees no GPU; nvidia-smi sees {len(cards)}: {cards[0]}",
-            "install a PyTorch with CUDA that this driver supports",
-        )
-    return ok(
-        f"{version}, {f'{count} GPUs: {cards[0]}' if cards else 'no GPU: models train on CPUs'}"
-    )
-
-
-def _engines() -> Finding:
-    from agenticrun_workers.inference.engine import EngineStartError
-    from agenticrun_workers.inference.server_process import find_engine
-    from agenticrun_workers.inference.sglang.server import VERSIONS as SGLANG
-    from agenticrun_workers.inference.vllm.server import PACKAGES
-    from agenticrun_workers.inference.vllm.server import VERSIONS as VLLM
-
-    found = ["transformers"]
-    missing: list[str] = []
-    broken: list[str] = []
-    for name, packages, versions in (("sglang", ["sglang"], SGLANG), ("vllm", PACKAGES, VLLM)):
-        try:
-            find_engine(name, packages, versions)
-            found.append(f"{name} {versions.lstrip('=')}")
-        except EngineStartError as error:
-            if "does not exist" in str(error):
-                missing.append(name)
-            else:
-                broken.append(str(error))
-    shown = ", ".join(found)
-    if broken:
-        return failed(shown, "; ".join(broken))
-    if missing:
-        return ok(f"{shown}; not {' and '.join(missing)}: `make engines`, or an image with them")
-    return ok(shown)
-
-
-def space(folder: Path, gib: float, purpose: str, advice: str) -> Finding:
-    """Return how much space a folder has for a purpose."""
-    if not folder.exists():
-        return failed(f"{folder} does not exist", advice)
-    usage = shutil.disk_usage(folder)
-    found = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free, for {purpose}"
-    return ok(found) if usage.free >= gib * 2**30 else failed(found, advice)
 
 
 def cluster_findings(kubectl: Kubectl) -> dict[str, Finding]:
@@ -179,13 +47,57 @@ def cluster_findings(kubectl: Kubectl) -> dict[str, Finding]:
         "storage": _storage,
         "rights": _rights,
     }
-    found = {"apiserver": kubernetes(server)}
+    return {"apiserver": kubernetes(server), **_checked(checks, kubectl)}
+
+
+def _checked(
+    checks: Mapping[str, Callable[[Kubectl], Finding]], kubectl: Kubectl
+) -> dict[str, Finding]:
+    found = {}
     for name, check in checks.items():
         try:
             found[name] = check(kubectl)
         except SourceError as error:
             found[name] = not_checked(f"cannot be read: {error}")
     return found
+
+
+def run_there(run: AgenticRun, folder: Path, kubectl: Kubectl) -> dict[str, Finding]:
+    """Return what a run lacks on the cluster, by name.
+
+    Args:
+        folder: of the run's file, with modules that the pods may need.
+    """
+    checks: dict[str, Callable[[Kubectl], Finding]] = {
+        "pods": lambda kubectl: pods_fit(
+            run, usable_nodes(kubectl.json("nodes")["items"], _active_pods(kubectl))
+        ),
+        "quotas": lambda kubectl: fits_quotas(run, kubectl.json("resourcequotas")["items"]),
+        "images": lambda kubectl: images_are_known(
+            run, kubectl.json("nodes")["items"], _operators(kubectl)
+        ),
+        "code": lambda _: code_arrives(run, folder),
+    }
+    return {**_checked(checks, kubectl), **objects_exist(run, kubectl)}
+
+
+def code_arrives(run: AgenticRun, folder: Path) -> Finding:
+    """Return whether modules of the run's folder have a way into the pods."""
+    code, images = run.spec.code, (run.spec.image, run.spec.roles.env.image)
+    try:
+        needed = find_local_code(run, folder).files
+    except PackagingError as error:
+        if code is None and not any(images):
+            return failed(str(error), "bring it to the pods: docs/own-code.md")
+        return ok("by spec.code or an image; what is in it is not known here")
+    if not needed:
+        return ok("no modules of its own")
+    if code is None and not any(images):
+        return failed(
+            f"{_few(sorted(needed))} beside the run is in no pod",
+            "agenticrun package -f with this file says what to write: docs/own-code.md",
+        )
+    return ok(f"{len(needed)} files come by spec.code or an image")
 
 
 def kubernetes(server: Mapping[str, str]) -> Finding:
@@ -247,9 +159,14 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
-def _operator(kubectl: Kubectl) -> Finding:
+def _operators(kubectl: Kubectl) -> Objects:
     label = "app.kubernetes.io/name=agenticrun,app.kubernetes.io/component=operator"
-    deployments = kubectl.json("deployments", "-A", f"--selector={label}")["items"]
+    found: Objects = kubectl.json("deployments", "-A", f"--selector={label}")["items"]
+    return found
+
+
+def _operator(kubectl: Kubectl) -> Finding:
+    deployments = _operators(kubectl)
     if not deployments:
         return failed("it is not installed", "install the chart: docs/install.md#the-operator")
     return deployments_run(deployments, is_supported, f"one minor version around {__version__}")
@@ -298,12 +215,14 @@ def deployments_run(deployments: Objects, fits: Callable[[str], bool], wanted: s
     return failed(found, "; ".join(bad)) if bad else ok(found)
 
 
+def _active_pods(kubectl: Kubectl) -> Objects:
+    ended = "status.phase!=Succeeded,status.phase!=Failed"
+    found: Objects = kubectl.json("pods", "-A", f"--field-selector={ended}")["items"]
+    return found
+
+
 def _gpus(kubectl: Kubectl) -> Finding:
-    nodes = kubectl.json("nodes")["items"]
-    pods = kubectl.json(
-        "pods", "-A", "--field-selector=status.phase!=Succeeded,status.phase!=Failed"
-    )
-    return gpus_left(nodes, pods["items"])
+    return gpus_left(kubectl.json("nodes")["items"], _active_pods(kubectl))
 
 
 def gpus_left(nodes: Objects, pods: Objects) -> Finding:
@@ -348,18 +267,6 @@ def gpus_left(nodes: Objects, pods: Objects) -> Finding:
 
 def _quotas(kubectl: Kubectl) -> Finding:
     return quotas_left(kubectl.json("resourcequotas")["items"])
-
-
-SUFFIXES = {
-    "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18,
-    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei": 2**60,
-}  # fmt: skip
-
-
-def quantity(text: str) -> float:
-    """Return the value of a Kubernetes quantity: 500m, 2, 4Gi, 1e3."""
-    digits = text.rstrip("".join(SUFFIXES)) if not text[-1:].isdigit() else text
-    return float(digits) * SUFFIXES.get(text[len(digits) :], 1)
 
 
 def limits_pods(name: str) -> bool:

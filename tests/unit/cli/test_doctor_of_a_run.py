@@ -1,0 +1,316 @@
+"""`agenticrun doctor -f run.yaml`: what one run lacks, on a cluster and on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agenticrun_api import AgenticRun, parse_run
+from agenticrun_workers.cli import app
+from agenticrun_workers.cli.doctor import machine
+from agenticrun_workers.cli.doctor.cluster import GPU, code_arrives, run_there
+from agenticrun_workers.cli.doctor.machine import (
+    code_is_here,
+    gpus_suffice,
+    memory_suffices,
+    model_is_reachable,
+)
+from agenticrun_workers.cli.doctor.placement import fits_quotas, pods_fit, usable_nodes
+from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist, references
+from agenticrun_workers.cli.source import Kubectl, SourceError
+from agenticrun_workers.findings import Finding, Verdict
+from tiny_runs import tiny_document
+
+GIB = 2**30
+
+
+def a_run(**spec: Any) -> AgenticRun:
+    document = tiny_document()
+    document["spec"] |= spec
+    return parse_run(document)
+
+
+def node(name: str, *, taints: Any = (), labels: Any = None, **amounts: str) -> dict[str, Any]:
+    allocatable = {"cpu": "16", "memory": "64Gi", "pods": "110", **amounts}
+    return {
+        "metadata": {"name": name, "labels": labels or {}},
+        "spec": {"taints": list(taints)},
+        "status": {
+            "allocatable": allocatable,
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+
+
+def pod(place: str, **requests: str) -> dict[str, Any]:
+    return {"spec": {"nodeName": place, "containers": [{"resources": {"requests": requests}}]}}
+
+
+GPU_NODE = {GPU: "8"}
+TAINT = {"key": GPU, "value": "present", "effect": "NoSchedule"}
+TRAINS_ON_GPUS = {"trainer": {"gpus": 4, "memory": "32Gi"}, "inference": {"gpus": 4}}
+
+
+@pytest.mark.parametrize(
+    ("roles", "nodes", "pods", "verdict", "words"),
+    [
+        ({}, [node("a")], [], Verdict.OK, "all 4 pods fit on 1 nodes"),
+        (TRAINS_ON_GPUS, [node("a", **GPU_NODE)], [], Verdict.OK, "all 4 pods"),
+        (
+            TRAINS_ON_GPUS,
+            [node("a")],
+            [],
+            Verdict.FAILED,
+            f"a pod of role trainer asks for 4 {GPU}; the largest node offers 0 {GPU}",
+        ),
+        (
+            {"trainer": {"memory": "100Gi"}},
+            [node("a"), node("b")],
+            [],
+            Verdict.FAILED,
+            "role trainer asks for 100 GiB memory; the largest node offers 64 GiB memory",
+        ),
+        (
+            TRAINS_ON_GPUS,
+            [node("a", **GPU_NODE)],
+            [pod("a", **{GPU: "6"})],
+            Verdict.WARNING,
+            "2 of 4 pods fit now; no room for 1 trainer, 1 inference",
+        ),
+        (
+            TRAINS_ON_GPUS,
+            [node("a", taints=[TAINT], **GPU_NODE), node("b")],
+            [],
+            Verdict.FAILED,
+            f"asks for 4 {GPU}",
+        ),
+        (
+            {
+                "trainer": {"tolerations": [{"key": GPU, "operator": "Exists"}], "gpus": 4},
+                "inference": {"tolerations": [{"key": GPU, "value": "present"}], "gpus": 4},
+            },
+            [node("a", taints=[TAINT], **GPU_NODE), node("b")],
+            [],
+            Verdict.OK,
+            "all 4 pods",
+        ),
+        (
+            {"env": {"nodeSelector": {"disk": "fast"}}},
+            [node("a", labels={"disk": "slow"})],
+            [],
+            Verdict.FAILED,
+            "none of 1 ready nodes takes pods of role env",
+        ),
+    ],
+)
+def test_pods_are_placed_as_a_scheduler_does(
+    roles: dict[str, Any],
+    nodes: list[dict[str, Any]],
+    pods: list[dict[str, Any]],
+    verdict: Verdict,
+    words: str,
+) -> None:
+    finding = pods_fit(a_run(roles=roles), usable_nodes(nodes, pods))
+    assert (finding.verdict, words in finding.found) == (verdict, True), finding
+
+
+def quota(hard: dict[str, str], used: dict[str, str]) -> list[dict[str, Any]]:
+    return [{"metadata": {"name": "team"}, "status": {"hard": hard, "used": used}}]
+
+
+@pytest.mark.parametrize(
+    ("quotas", "verdict", "words"),
+    [
+        ([], Verdict.OK, "none in the namespace"),
+        (quota({"pods": "9", "count/secrets": "0"}, {"pods": "5"}), Verdict.OK, "1 in the"),
+        (quota({"pods": "9"}, {"pods": "6"}), Verdict.WARNING, "team: 4 pods of 9, 6 used"),
+        (quota({f"requests.{GPU}": "4"}, {}), Verdict.FAILED, f"8 requests.{GPU} of 4"),
+    ],
+)
+def test_a_quota_allows_the_run_now_later_or_never(
+    quotas: list[dict[str, Any]], verdict: Verdict, words: str
+) -> None:
+    finding = fits_quotas(a_run(roles=TRAINS_ON_GPUS), quotas)
+    assert (finding.verdict, words in finding.found) == (verdict, True), finding
+
+
+NAMES_OBJECTS: dict[str, Any] = {
+    "huggingFace": {"secretName": "hub", "cacheClaimName": "models"},
+    "imagePullSecrets": ["registry"],
+    "priorityClassName": "high",
+    "code": {"git": {"url": "git@host.example:me/mine", "secretName": "key"}},
+    "checkpoint": {"volumeClaim": {"size": "1Gi", "storageClassName": "fast"}},
+    "roles": {
+        "env": {
+            "env": [
+                {"name": "A", "valueFrom": {"secretKeyRef": {"name": "api", "key": "token"}}},
+                {"name": "B", "value": "plain"},
+            ],
+            "envFrom": [
+                {"configMapRef": {"name": "settings"}},
+                {"secretRef": {"name": "maybe", "optional": True}},
+            ],
+            "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "items"}}],
+        }
+    },
+}
+
+
+def test_every_object_that_a_run_names_is_looked_for() -> None:
+    found = {(item.kind, item.name): item for item in references(a_run(**NAMES_OBJECTS))}
+    assert list(found) == [
+        ("secret", "hub"),
+        ("persistentvolumeclaim", "models"),
+        ("secret", "registry"),
+        ("priorityclass", "high"),
+        ("secret", "key"),
+        ("storageclass", "fast"),
+        ("secret", "api"),
+        ("configmap", "settings"),
+        ("persistentvolumeclaim", "items"),
+    ]
+    assert found["secret", "key"].keys == ("ssh-privatekey", "known_hosts")
+    assert found["secret", "api"].field == "spec.roles.env.env[0].valueFrom.secretKeyRef"
+
+
+class Answers(Kubectl):
+    """A kubectl that knows these objects, with their keys."""
+
+    def __init__(self, **known: str) -> None:
+        super().__init__()
+        self._known = known
+        self.denied = ""
+
+    def run(self, *words: str, timeout: float = 60.0) -> bytes:
+        """See `Kubectl`."""
+        _, kind, name, *_ = words
+        if kind == self.denied:
+            raise SourceError(f"kubectl get {kind} {name}: Forbidden")
+        if name not in self._known:
+            raise SourceError(f"kubectl get {kind} {name}: (NotFound): {kind} {name!r} not found")
+        return self._known[name].encode()
+
+    def json(self, *words: str) -> dict[str, Any]:
+        """See `Kubectl`."""
+        return {"items": [node("a")] if words[0] == "nodes" else []}
+
+
+def test_what_is_missing_says_who_names_it_and_how_to_create_it() -> None:
+    run = a_run(huggingFace={"secretName": "hub", "cacheClaimName": "models"})
+    found = objects_exist(run, Answers(hub="token "))
+    assert found == {
+        "secret hub": Finding(
+            Verdict.FAILED,
+            "it has no key HF_TOKEN (spec.huggingFace.secretName)",
+            "kubectl create secret generic hub --from-literal=HF_TOKEN=...",
+        ),
+        "persistentvolumeclaim models": Finding(
+            Verdict.FAILED,
+            "it does not exist; spec.huggingFace.cacheClaimName names it",
+            "create the claim, or name another one (kubectl get pvc)",
+        ),
+    }
+    complete = Answers(hub="HF_TOKEN ", models="persistentvolumeclaim/models")
+    assert {item.verdict for item in objects_exist(run, complete).values()} == {Verdict.OK}
+    complete.denied = "secret"
+    denied = objects_exist(run, complete)["secret hub"]
+    assert (denied.verdict, "Forbidden" in denied.found) == (Verdict.NOT_CHECKED, True)
+
+
+def operator(**variables: str) -> list[dict[str, Any]]:
+    env = [{"name": name, "value": value} for name, value in variables.items()]
+    return [{"spec": {"template": {"spec": {"containers": [{"image": "o:1", "env": env}]}}}}]
+
+
+def test_images_are_there_or_to_be_pulled_or_not_configured() -> None:
+    strategy = {"actorInfer": {"strategy": {"name": "vllm"}}}
+    document = tiny_document(**strategy)
+    bare = operator(AGENTICRUN_WORKER_IMAGE="w:1", AGENTICRUN_WORKER_IMAGE_VLLM="")
+    finding = images_are_known(parse_run(document), [], bare)
+    assert (finding.verdict, finding.found) == (
+        Verdict.FAILED,
+        "the operator has no worker image with vllm",
+    )
+    document["spec"]["image"] = "mine:1"
+    here = node("a")
+    finding = images_are_known(parse_run(document), [here], bare)
+    assert (finding.verdict, finding.found) == (
+        Verdict.WARNING,
+        "on no node yet: mine:1 (spec.image)",
+    )
+    here["status"]["images"] = [{"names": ["docker.io/library/mine:1"]}]
+    assert images_are_known(parse_run(document), [here], bare).verdict is Verdict.OK
+
+
+def own_env(folder: Path, **spec: Any) -> AgenticRun:
+    (folder / "mine.py").write_text("class Mine: ...\n")
+    document = tiny_document()
+    document["spec"]["pipeline"]["envs"][0]["type"] = "mine:Mine"
+    document["spec"] |= spec
+    return parse_run(document)
+
+
+def test_modules_of_a_run_need_a_way_into_the_pods(tmp_path: Path) -> None:
+    finding = code_arrives(own_env(tmp_path), tmp_path)
+    assert (finding.verdict, finding.found) == (
+        Verdict.FAILED,
+        "mine.py beside the run is in no pod",
+    )
+    by_map = own_env(tmp_path, code={"configMap": "mine"})
+    assert code_arrives(by_map, tmp_path).verdict is Verdict.OK
+    assert code_arrives(a_run(), tmp_path).verdict is Verdict.OK
+    assert code_is_here(by_map, tmp_path).verdict is Verdict.OK
+    (tmp_path / "mine.py").unlink()
+    assert code_is_here(by_map, tmp_path).verdict is Verdict.FAILED
+
+
+def test_everything_about_a_run_on_a_cluster_has_a_row(tmp_path: Path) -> None:
+    found = run_there(a_run(imagePullSecrets=["registry"]), tmp_path, Answers())
+    assert {name: item.verdict for name, item in found.items()} == {
+        "pods": Verdict.OK,
+        "quotas": Verdict.OK,
+        "images": Verdict.OK,
+        "code": Verdict.OK,
+        "secret registry": Verdict.FAILED,
+    }
+
+
+def test_a_machine_has_memory_and_gpus_or_not() -> None:
+    run = a_run(roles=TRAINS_ON_GPUS)
+    assert memory_suffices(run, 40 * GIB).verdict is Verdict.OK
+    assert memory_suffices(run, 8 * GIB).verdict is Verdict.WARNING
+    assert gpus_suffice(run, 8).verdict is Verdict.OK
+    finding = gpus_suffice(run, 1)
+    assert finding.verdict is Verdict.FAILED
+    assert finding.advice.endswith("--set roles.inference.gpus=0 --set roles.trainer.gpus=0")
+
+
+def test_a_model_is_a_folder_or_made_by_the_run(tmp_path: Path) -> None:
+    assert model_is_reachable(a_run()).verdict is Verdict.OK
+    stored = a_run(model={"path": str(tmp_path)}, checkpoint={"none": True})
+    assert "has no config.json" in model_is_reachable(stored).found
+    (tmp_path / "config.json").write_text("{}")
+    assert model_is_reachable(stored).verdict is Verdict.OK
+
+
+def test_the_command_ends_with_1_for_a_run_that_cannot_train_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = tiny_document()
+    del document["metadata"]["uid"]
+    document["spec"]["roles"] = TRAINS_ON_GPUS
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(document))
+    monkeypatch.setattr(machine, "_torch", lambda cards: Finding(Verdict.OK))
+    monkeypatch.setattr(machine, "gpus", list)
+    words = ["doctor", "--local", "-f", str(file)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 1, done.output
+    assert "tiny on this machine: GPUs" in done.output
+    on_cpus = ["--set", "roles.trainer.gpus=0", "--set", "roles.inference.gpus=0"]
+    done = CliRunner().invoke(app, words + on_cpus)
+    assert "tiny on this machine: GPUs" not in done.output
