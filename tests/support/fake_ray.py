@@ -81,6 +81,18 @@ def missing_roles(cluster: Manifest, pods: Iterable[Manifest]) -> list[str]:
     return [role for role, count in wanted.items() for _ in range(count - have[role])]
 
 
+def surplus_pods(cluster: Manifest, pods: Iterable[Manifest]) -> list[Manifest]:
+    """Return the pods that KubeRay deletes: those that it is told to, then any."""
+    chosen = []
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        named = group.get("scaleStrategy", {}).get("workersToDelete", ())
+        own = [pod for pod in pods if pod["metadata"]["labels"][LABEL_ROLE] == group["groupName"]]
+        chosen += [pod for pod in own if pod["metadata"]["name"] in named]
+        others = [pod for pod in own if pod["metadata"]["name"] not in named]
+        chosen += others[: max(0, len(others) - group["replicas"])]
+    return chosen
+
+
 def pod_of(cluster: Manifest, role: str, name: str) -> Manifest:
     """Return a new pod of a RayCluster, as KubeRay makes it."""
     owner, spec = cluster["metadata"], cluster["spec"]

@@ -374,10 +374,23 @@ def namespace_deleted(site: Site) -> Iterator[None]:
 
 @contextmanager
 def replicas_changed(site: Site) -> Iterator[None]:
-    """The user asks for a second env pod. Not a fault, but the pods are replaced all the same."""
-    patch = json.dumps({"spec": {"roles": {"env": {"replicas": 2}}}})
-    site.runs.kubectl("patch", "agenticrun", site.name, "--type=merge", f"--patch={patch}")
+    """The user asks for a second env pod, then for one. Not a fault: nothing restarts."""
+
+    def ask_for(replicas: int) -> None:
+        patch = json.dumps({"spec": {"roles": {"env": {"replicas": replicas}}}})
+        site.runs.kubectl("patch", "agenticrun", site.name, "--type=merge", f"--patch={patch}")
+
+    def env_workers() -> tuple[int, int, int, int]:
+        run = site.runs.get("agenticrun", site.name) or {}
+        roles = run.get("status", {}).get("roles", [])
+        (env,) = [role for role in roles if role["name"] == Role.ENV]
+        return env["desired"], env["ready"], env.get("joining", 0), env.get("leaving", 0)
+
+    ask_for(2)
+    eventually(lambda: env_workers() == (2, 2, 0, 0), 120, "two env workers play", interval=0.5)
     yield
+    ask_for(1)
+    eventually(lambda: env_workers() == (1, 1, 0, 0), 180, "one env worker plays", interval=0.5)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 from agenticrun_workers.inference.request_port import Address, RequestPort
 from agenticrun_workers.launch import ActorDied, ActorHandle, Result
 from agenticrun_workers.launch.handle import Invocation
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, VersionBounds
+from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, VersionBounds
 from agenticrun_workers.types import (
     STATE_BYTES,
     EpisodeKey,
@@ -24,7 +24,7 @@ from agenticrun_workers.types import (
     Stream,
 )
 
-Fate = Callable[[GroupTask, int], StopReason]
+Fate = Callable[[EpisodeTask], StopReason]
 
 
 def result(
@@ -59,7 +59,7 @@ def result(
 class _Playing:
     """A task that a `FakeBackend` plays."""
 
-    task: GroupTask
+    task: EpisodeTask
     version: int
     stopped: StopReason | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -72,20 +72,20 @@ class _Playing:
 class FakeBackend:
     """Plays at once, or when `release` says so for groups in `held`.
 
-    Members finish in the order of their numbers, with `scores(task, member)`. Those that are
+    Members finish in the order of their numbers, with `scores(task)`. Those that are
     stopped have half of their tokens: aborted ones, and held ones that grow too old.
     """
 
     def __init__(
         self,
-        fate: Fate = lambda task, member: StopReason.COMPLETED,
-        scores: Callable[[GroupTask, int], float] = lambda task, member: 0.0,
+        fate: Fate = lambda task: StopReason.COMPLETED,
+        scores: Callable[[EpisodeTask], float] = lambda task: 0.0,
     ) -> None:
         self.fate = fate
         self.scores = scores
         self.tokens = 20
         self.version = 0
-        self.tasks: list[GroupTask] = []
+        self.tasks: list[EpisodeTask] = []
         self.held: dict[int, asyncio.Event] = {}
         self.bounds = VersionBounds()
         self._playing: set[_Playing] = set()
@@ -93,41 +93,38 @@ class FakeBackend:
     def set_bounds(self, bounds: VersionBounds) -> None:
         self.bounds = bounds
         for playing in self._playing:
-            if playing.task.group in self.held and playing.version < bounds.oldest:
+            if playing.task.key.group in self.held and playing.version < bounds.oldest:
                 playing.stop(StopReason.STALE)
 
     def abort(self, group: int) -> None:
         for playing in self._playing:
-            if playing.task.group == group:
+            if playing.task.key.group == group:
                 playing.stop(StopReason.ABORTED)
 
     def hold(self, *groups: int) -> None:
         self.held = {group: asyncio.Event() for group in groups}
 
-    async def run(self, task: GroupTask) -> list[EpisodeResult]:
+    async def run(self, task: EpisodeTask) -> EpisodeResult:
         self.tasks.append(task)
         playing = _Playing(task, self.version)
         self._playing.add(playing)
         try:
-            if task.stream is Stream.TRAIN and task.group in self.held:
-                await self._released(task.group, playing.wake)
-            await _ticks(1 + TICKS_BETWEEN_MEMBERS * task.members[0])
+            if task.key.stream is Stream.TRAIN and task.key.group in self.held:
+                await self._released(task.key.group, playing.wake)
+            await _ticks(1 + TICKS_BETWEEN_MEMBERS * task.key.member)
         finally:
             self._playing.discard(playing)
         stop = playing.stopped
-        return [
-            result(
-                task.group,
-                member,
-                stop=stop or self.fate(task, member),
-                score=self.scores(task, member),
-                version=playing.version,
-                tokens=self.tokens // 2 if stop else self.tokens,
-                tag=task.tag,
-                attempt=task.attempt,
-            )
-            for member in task.members
-        ]
+        return result(
+            task.key.group,
+            task.key.member,
+            stop=stop or self.fate(task),
+            score=self.scores(task),
+            version=playing.version,
+            tokens=self.tokens // 2 if stop else self.tokens,
+            tag=task.tag,
+            attempt=task.attempt,
+        )
 
     async def _released(self, group: int, stop: asyncio.Event) -> None:
         """Wait until a held group is released or stopped."""
@@ -172,7 +169,9 @@ class Remote(ActorHandle[Any]):
     def kill(self) -> None:
         self.killed = True
         while self._outcomes:
-            self._outcomes.pop().set_exception(ActorDied("it was killed"))
+            outcome = self._outcomes.pop()
+            outcome.set_exception(ActorDied("it was killed"))
+            outcome.exception()  # nobody may wait for it
 
     def _call(self, call: Invocation) -> Result[Any]:
         outcome = asyncio.get_running_loop().create_future()
@@ -245,6 +244,10 @@ class FakeEngine:
             await self._ignored[request.request_id].wait()
         return self._generation(self.answer_T)
 
+    def answer(self, request_id: str) -> None:
+        """Answer a request that was ignored."""
+        self._ignored[request_id].set()
+
     def _progress(self, request_id: str, start: int) -> Generation | None:
         in_flight = _own_id(request_id) in self._ignored
         return self._generation(self.sampled[start:]) if in_flight else None
@@ -260,7 +263,7 @@ class FakeEngine:
     async def _abort(self, request_ids: list[str]) -> None:
         own = [_own_id(request_id) for request_id in request_ids]
         self.aborted += own
-        for request_id in own:
+        for request_id in self._ignored.keys() & own:  # others have not begun, or are answered
             self._ignored[request_id].set()
 
 

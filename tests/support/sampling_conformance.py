@@ -163,17 +163,21 @@ class SamplingConformance:
             same_logprobs(models.plain_a, request, generation, 0.8)
             context_T = np.concatenate([context_T, generation.tokens_T, prompt(5, turn)])
 
-    async def test_polls_tell_how_full_the_cache_is(
+    async def test_polls_tell_how_full_the_cache_is_and_what_was_computed_so_far(
         self, engine: InferenceEngine, models: Models
     ) -> None:
-        before = engine.stats()
+        await engine.check_health()
+        before, computed = engine.stats(), set()
         requests = [ask(prompt(CONTEXT // 2, n), CONTEXT // 2, seed=n) for n in range(4)]
         responses = [asyncio.create_task(engine.generate(request)) for request in requests]
         while not any(response.done() for response in responses):
             await engine.check_health()
+            computed.add(engine.stats().computed_tokens)
             await asyncio.sleep(0.001)
         await asyncio.gather(*responses)
         after = engine.stats()
+        assert before.computed_tokens is not None
+        assert len({tokens for tokens in computed if tokens}) > 2, "before a response is finished"
         assert 0 < after.kv_used - before.kv_used < after.kv_polls - before.kv_polls
 
     async def test_many_requests_at_once_each_get_their_own_response(

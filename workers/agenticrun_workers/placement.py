@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from agenticrun_api import Role
 from agenticrun_workers.launch import current_node
+
+Member = TypeVar("Member")
 
 
 class MisplacedActor(Exception):
@@ -44,3 +48,17 @@ def check_placement(placement: Placement, roles: Collection[str]) -> None:
         raise MisplacedActor(
             f"{placement.actor} runs on {placement.pod}, which is not a {placement.role.value} pod"
         )
+
+
+def emptying_nodes(nodes: Mapping[Member, str]) -> list[Member]:
+    """Return actors in an order in which nodes become empty one after the other.
+
+    Those with the fewest actors come first, and among these the newest.
+
+    Args:
+        nodes: the node of each actor, the oldest actor first.
+    """
+    by_node: dict[str, list[Member]] = defaultdict(list)
+    for member in reversed(list(nodes)):
+        by_node[nodes[member]].append(member)
+    return [member for members in sorted(by_node.values(), key=len) for member in members]

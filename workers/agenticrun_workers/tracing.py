@@ -44,7 +44,7 @@ DRIVER, ENGINE, ENV_WORKER = "driver", "engine", "env worker"
 KINDS = (DRIVER, "trainer", "reference", "critic", ENGINE, ENV_WORKER)
 """Kinds of processes, in the order in which a page shows them."""
 
-GROUPS_RUNNING, GROUPS_READY = "groups running", "groups ready"
+EPISODES_RUNNING, GROUPS_READY = "episodes running", "groups ready"
 EPISODES_IN_FLIGHT, REQUESTS_IN_FLIGHT = "episodes in flight", "requests in flight"
 TOKENS, ASLEEP = "tokens", "asleep"
 """Counters. `tokens` is the sum of all so far."""

@@ -8,7 +8,6 @@ import pytest
 import ray
 
 from agenticrun_api import Role
-from agenticrun_workers.driver.actors import cpus
 from agenticrun_workers.launch import ActorOptions
 from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.placement import (
@@ -43,8 +42,3 @@ def test_a_node_without_the_role_is_refused() -> None:
     )
     with pytest.raises(MisplacedActor, match="actor-0 runs on pod-0, which is not a driver pod"):
         check_placement(elsewhere, RayLauncher().offers(elsewhere.node_id))
-
-
-@pytest.mark.parametrize(("quantity", "number"), [("500m", 0.5), ("2", 2.0), ("1.5", 1.5)])
-def test_cpu_quantities(quantity: str, number: float) -> None:
-    assert cpus(quantity) == number

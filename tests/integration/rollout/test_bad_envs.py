@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import ray
 
-import bad_envs
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat
 from agenticrun_workers.errors import RolloutFailed
@@ -24,10 +22,10 @@ from agenticrun_workers.rollout.controller import RolloutController, RolloutPosi
 from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, GroupPlan
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.seeds import env_seed
-from agenticrun_workers.types import StopReason, Stream
+from agenticrun_workers.types import EpisodeKey, StopReason, Stream
 from rollout_fakes import FakeEngine
 
 pytestmark = pytest.mark.usefixtures("ray_node")
@@ -72,10 +70,7 @@ def env(
 
 
 def actor(cls: type, *arguments: Any) -> Any:
-    """One that finds the modules of tests/support."""
-    folders = [str(Path(bad_envs.__file__).parent), os.environ.get("PYTHONPATH", "")]
-    found = {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, folders))}}
-    remote: Any = ray.remote(cls).options(num_cpus=0, max_concurrency=1000, runtime_env=found)
+    remote: Any = ray.remote(cls).options(num_cpus=0, max_concurrency=1000)
     return RayHandle(remote.remote(*arguments))
 
 
@@ -113,8 +108,11 @@ class World:
         for actor in self._actors:
             actor.kill()
 
-    async def play(self, *groups: GroupTask) -> list[list[EpisodeResult]]:
-        playing = asyncio.gather(*map(self.pool.run, groups))
+    async def play(self, *groups: list[EpisodeTask]) -> list[list[EpisodeResult]]:
+        """Run these groups, given by their members."""
+        playing = asyncio.gather(
+            *(asyncio.gather(*map(self.pool.run, members)) for members in groups)
+        )
         done, _ = await asyncio.wait({playing}, timeout=120)
         assert done, f"{self.made} workers were made: {await self._state()}"
         return await playing
@@ -154,8 +152,13 @@ async def running(folder: Path, workers: int, *envs: dict[str, Any]) -> AsyncIte
         await world.stop()
 
 
-def tasks(count: int, tag: str, members: int = 4) -> list[GroupTask]:
-    return [GroupTask(Stream.TRAIN, group, tag, tuple(range(members))) for group in range(count)]
+def group(number: int, tag: str, members: int = 4) -> list[EpisodeTask]:
+    keys = [EpisodeKey(Stream.TRAIN, number, member) for member in range(members)]
+    return [EpisodeTask(key, tag) for key in keys]
+
+
+def groups(count: int, tag: str) -> list[list[EpisodeTask]]:
+    return [group(number, tag) for number in range(count)]
 
 
 async def test_each_way_to_misbehave_costs_one_trajectory_with_its_reason(tmp_path: Path) -> None:
@@ -171,10 +174,7 @@ async def test_each_way_to_misbehave_costs_one_trajectory_with_its_reason(tmp_pa
     ]
     async with running(tmp_path, 1, *envs) as world:
         played = await world.play(
-            *(
-                GroupTask(Stream.TRAIN, group, each["tag"], tuple(range(8)))
-                for group, each in enumerate(envs)
-            )
+            *(group(number, each["tag"], members=8) for number, each in enumerate(envs))
         )
         assert world.made == 1
     for (does, _, reason, message), results in zip(COSTS, played, strict=True):
@@ -186,7 +186,7 @@ async def test_one_that_ends_its_worker_once_costs_nothing(tmp_path: Path) -> No
     async with running(
         tmp_path, 1, env("exit", does="exit", marker=str(tmp_path / "exit"))
     ) as world:
-        played = await world.play(*tasks(8, "exit"))
+        played = await world.play(*groups(8, "exit"))
         assert world.made == 2
     assert {result.stop_reason for results in played for result in results} == {
         StopReason.COMPLETED
@@ -200,11 +200,11 @@ async def test_a_level_that_always_ends_its_worker_is_given_up_and_all_others_pl
     async with running(
         tmp_path, 2, env("exit", does="exit", seed=env_seed(SEED, Stream.TRAIN, guilty))
     ) as world:
-        played = await world.play(*tasks(6, "exit"))
-        more = await world.play(GroupTask(Stream.TRAIN, 7, "exit", (0,)))
+        played = await world.play(*groups(6, "exit"))
+        more = await world.play(group(7, "exit", members=1))
         assert world.made <= 2 + 3
-    for group, results in enumerate([*played, *more]):
-        expected = StopReason.ENV_ERROR if group == guilty else StopReason.COMPLETED
+    for number, results in enumerate([*played, *more]):
+        expected = StopReason.ENV_ERROR if number == guilty else StopReason.COMPLETED
         assert {result.stop_reason for result in results} == {expected}
     error = played[guilty][0].error
     assert "3 env workers died while they played it: the environment 'exit' may end" in error
@@ -214,7 +214,7 @@ async def test_a_level_that_always_ends_its_worker_is_given_up_and_all_others_pl
 async def test_one_that_ends_every_worker_ends_the_run_with_its_name(tmp_path: Path) -> None:
     async with running(tmp_path, 2, env("exit", does="exit", seed="any"), env("good")) as world:
         with pytest.raises(RolloutFailed) as failed:
-            await world.play(*tasks(20, "exit"))
+            await world.play(*groups(20, "exit"))
     words = str(failed.value)
     assert f"{MAX_DEATHS} env workers died in a row" in words
     assert "while they ran 'exit'. If this environment ends its process (os._exit" in words

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from agenticrun_api import parse_run
+from agenticrun_api import Role, parse_run
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
 from agenticrun_workers.driver.local import check_gpus, check_in_process, with_patience
@@ -117,7 +117,7 @@ def test_a_debugger_in_an_environment_runs_into_no_limit() -> None:
             {"trainer": {"gpus": 2, "replicas": 2}, "inference": {"gpus": 1}},
             4,
             "spec.roles.inference.gpus: the run asks for 5 GPUs (inference 1, trainer 4), and this "
-            "machine has 4: apply it to a cluster that has them, or train a small model on CPUs "
+            "machine has 4: use a cluster or machine that has them, or take CPUs for a small model "
             "with --set roles.inference.gpus=0 --set roles.trainer.gpus=0",
         ),
     ],
@@ -127,9 +127,10 @@ def test_a_run_with_more_gpus_than_the_machine_is_refused(
 ) -> None:
     document = tiny_document()
     document["spec"]["roles"] = roles
+    pods = {Role.TRAINER, Role.INFERENCE, Role.ENV}
     if not message:
-        check_gpus(parse_run(document), available)
+        check_gpus(parse_run(document), pods, available)
         return
     with pytest.raises(InvalidConfig) as refused:
-        check_gpus(parse_run(document), available)
+        check_gpus(parse_run(document), pods, available)
     assert str(refused.value) == message

@@ -27,7 +27,7 @@ from agenticrun_workers.errors import InvalidConfig, RolloutFailed, ScheduleEnde
 from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupPlan, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, Group, GroupPlan
 from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
 from agenticrun_workers.types import Stream
 from agenticrun_workers.weights.sync import SyncReport
@@ -59,10 +59,10 @@ class LoggingBackend(FakeBackend):
         super().__init__()
         self.events = events
 
-    async def run(self, task: GroupTask) -> list[EpisodeResult]:
-        if task.group == 0 or task.stream is Stream.TRAIN:
+    async def run(self, task: EpisodeTask) -> EpisodeResult:
+        if task.key.group == 0 or task.key.stream is Stream.TRAIN:
             who = " randomly" if task.random_policy else ""
-            event = f"play {task.stream}{who}"
+            event = f"play {task.key.stream}{who}"
             if self.events[-1:] != [event]:
                 self.events.append(event)
         return await super().run(task)
@@ -70,6 +70,9 @@ class LoggingBackend(FakeBackend):
 
 class Run:
     """A loop on fakes. `events` is what happened, in order."""
+
+    count = 1
+    """Of its engines."""
 
     def __init__(
         self,
@@ -120,6 +123,7 @@ class Run:
             validator=Validator(self.backend, self.pipeline),
             warmup=self,  # type: ignore[arg-type]
             discard=self.discard,
+            store_metrics=self.store_metrics,
             checkpoints=self.store,
             trackers=[self],
             samples=SampleWriter(folder, Tracking(), self.pipeline),
@@ -187,6 +191,9 @@ class Run:
         (Path(folder) / "rank-0").touch()
         self.events.append(f"save {Path(folder).parent.name}")
 
+    async def store_metrics(self) -> Metrics:
+        return {"rollout/spilled_trajectories": 0.0}
+
     async def discard(self, results: list[EpisodeResult]) -> None:
         self.discarded += results
 
@@ -250,7 +257,8 @@ async def test_a_resumed_run_warms_up_no_more_and_continues_its_numbers(tmp_path
         "play validation",
         "save step-3",
     ]
-    assert {task.group for task in run.backend.tasks if task.stream is Stream.TRAIN} == {4, 5}
+    keys = [task.key for task in run.backend.tasks]
+    assert {key.group for key in keys if key.stream is Stream.TRAIN} == {4, 5}
     assert run.sink.snapshots[-1].metrics["val/A/random_success"] == 0.02
     assert run.logged[-1][1]["val/success/best"] == 0.9
 
@@ -446,8 +454,8 @@ async def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
     running = asyncio.create_task(run.loop.run())
     while (
         run.backend.tasks[-1:] == []
-        or run.backend.tasks[-1].group != 3
-        or run.backend.tasks[-1].stream is not Stream.TRAIN
+        or run.backend.tasks[-1].key.group != 3
+        or run.backend.tasks[-1].key.stream is not Stream.TRAIN
     ):
         await asyncio.sleep(0.01)
     run.requests.apply(Commands(stop=True))
@@ -493,7 +501,7 @@ async def test_a_checkpoint_tells_for_which_groups_batches_wait(tmp_path: Path) 
     run = Run(tmp_path, resume=state)
     run.backend.hold(4, 5)
     running = asyncio.create_task(run.loop.run())
-    while not any(task.stream is Stream.TRAIN for task in run.backend.tasks):
+    while not any(task.key.stream is Stream.TRAIN for task in run.backend.tasks):
         await asyncio.sleep(0.01)
     run.requests.apply(Commands(stop=True))
     with pytest.raises(StopRequested):
@@ -552,8 +560,8 @@ async def test_snapshots_are_what_the_api_accepts_and_grow_in_sequence(tmp_path:
 async def test_validation_plays_the_same_levels_each_time(tmp_path: Path) -> None:
     run = Run(tmp_path)
     await run.loop.run()
-    validated = [task for task in run.backend.tasks if task.stream is Stream.VALIDATION]
-    assert sorted(task.group for task in validated) == sorted([*range(6)] * 4)
+    validated = [task for task in run.backend.tasks if task.key.stream is Stream.VALIDATION]
+    assert sorted(task.key.group for task in validated) == sorted([*range(6)] * 4)
 
 
 async def test_engines_get_new_weights_every_model_update_frequency_steps_and_before_validation(

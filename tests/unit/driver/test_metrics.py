@@ -208,7 +208,7 @@ async def test_utilization_counts_seats_and_not_engines_with_a_request(
         return dict(stats)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0)
+    measured = EngineTime(read, lambda: 0.0, lambda: 2)
     now = 5.0
     await measured.metrics()
     now = 15.0
@@ -245,7 +245,7 @@ async def test_the_time_of_idle_engines_is_explained(monkeypatch: pytest.MonkeyP
         return dict(stats)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: without)
+    measured = EngineTime(read, lambda: without, lambda: 2)
     async with measured.syncing():
         now = without = 2.0  # nothing is in flight during the sync
     now, without = 10.0, 5.0
@@ -275,7 +275,7 @@ async def test_a_sync_beside_running_episodes_leaves_the_engines_only_for_its_ow
         return dict(stats)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0)
+    measured = EngineTime(read, lambda: 0.0, lambda: 2)
     async with measured.syncing():
         now = 4.0  # the engine samples while weights travel, and is held for a second
         stats["engine-0"] = engine_stats(0, 3.0, seat_seconds=3.0)
@@ -312,7 +312,7 @@ async def test_the_time_of_an_engine_that_dies_and_of_its_replacement_is_lost_an
         return [round(share, 9) for share in (found["rollout/utilization"], *idle)]
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0)
+    measured = EngineTime(read, lambda: 0.0, lambda: 2)
     for engine in ("engine-0", "engine-1"):
         stats[engine] = engine_stats(0, 0.0)
     now = 4.0
@@ -352,7 +352,7 @@ async def test_an_engine_that_misses_a_reading_counts_each_second_once(
         return dict(stats)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0)
+    measured = EngineTime(read, lambda: 0.0, lambda: 2)
     now = 10.0
     stats["engine-0"] = engine_stats(100, 10.0, seat_seconds=10.0, aborted_tokens=1)
     found = await measured.metrics()
@@ -372,6 +372,34 @@ async def test_an_engine_that_misses_a_reading_counts_each_second_once(
     assert found["rollout/aborted_tokens"] == 2.0
 
 
+async def test_an_engine_that_is_no_longer_wanted_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, wanted = 0.0, 2
+    stats = {f"engine-{number}": engine_stats(0, 0.0) for number in range(2)}
+
+    async def read() -> dict[str, EngineStats]:
+        return dict(stats)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    measured = EngineTime(read, lambda: 0.0, lambda: wanted)
+    now = 10.0
+    await measured.metrics()
+    wanted = 1
+    del stats["engine-1"]
+    now = 20.0
+    stats["engine-0"] = engine_stats(0, 10.0, seat_seconds=10.0)
+    assert (await measured.metrics())["rollout/idle/lost"] == 0.5, "it left in this step"
+    now = 30.0
+    stats["engine-0"] = engine_stats(0, 20.0, seat_seconds=20.0)
+    found = await measured.metrics()
+    assert (found["rollout/utilization"], found["rollout/idle/lost"]) == (1.0, 0.0)
+    wanted = 2
+    now = 40.0
+    stats["engine-0"] = engine_stats(0, 30.0, seat_seconds=30.0)
+    assert (await measured.metrics())["rollout/idle/lost"] == 0.5, "one is wanted and not there"
+
+
 async def test_the_wait_for_an_engine_that_does_not_answer_counts_for_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -386,7 +414,7 @@ async def test_the_wait_for_an_engine_that_does_not_answer_counts_for_no_other(
         return answers
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0)
+    measured = EngineTime(read, lambda: 0.0, lambda: 2)
     now = 10.0
     stats["engine-0"] = engine_stats(0, 10.0, seat_seconds=10.0)
     found = await measured.metrics()

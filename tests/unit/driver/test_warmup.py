@@ -10,7 +10,7 @@ import pytest
 from agenticrun_api import Pipeline
 from agenticrun_workers.driver.warmup import CHUNK_STEPS, Warmup
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream
 from rollout_fakes import FakeBackend
 
@@ -33,9 +33,7 @@ class Run:
         )
         self.parts = ranks
         self.backend = FakeBackend(
-            lambda task, member: (
-                StopReason.ENV_ERROR if task.group in fails else StopReason.COMPLETED
-            )
+            lambda task: StopReason.ENV_ERROR if task.key.group in fails else StopReason.COMPLETED
         )
         self.trained: list[Keys] = []
         self.trained_at_end: int | None = None
@@ -43,13 +41,12 @@ class Run:
         self.most_kept = 0
         self.warmup = Warmup(self, self, pipeline, self.discard)  # type: ignore[arg-type]
 
-    async def run(self, task: GroupTask) -> list[EpisodeResult]:
-        results = [
-            replace(r, key=replace(r.key, stream=task.stream)) for r in await self.backend.run(task)
-        ]
-        self.kept |= {result.key for result in results if result.trainable}
+    async def run(self, task: EpisodeTask) -> EpisodeResult:
+        result = replace(await self.backend.run(task), key=task.key)
+        if result.trainable:
+            self.kept.add(result.key)
         self.most_kept = max(self.most_kept, len(self.kept))
-        return results
+        return result
 
     async def warm_up(self, keys: Keys) -> dict[str, float]:
         self.trained.append(keys)
@@ -83,11 +80,11 @@ async def test_random_play_is_of_the_training_environments_and_a_data_set_plays_
     ):
         run = Run(steps=2, batchSize=2, source=source, dataset=dataset)
         await run.metrics()
-        assert {(t.stream, t.random_policy, t.demonstration) for t in run.backend.tasks} == {
+        assert {(t.key.stream, t.random_policy, t.demonstration) for t in run.backend.tasks} == {
             (Stream.WARMUP, random_policy, not random_policy)
         }
-        assert [(t.group, t.members) for t in run.backend.tasks] == [
-            (group, (0,)) for group in range(4)
+        assert [(t.key.group, t.key.member) for t in run.backend.tasks] == [
+            (group, 0) for group in range(4)
         ]
         assert [t.tag for t in run.backend.tasks] == ["A", "B", "A", "B"]
 

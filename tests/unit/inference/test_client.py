@@ -40,7 +40,7 @@ async def test_requests_of_an_engine_that_cannot_be_reached_go_to_another(
     client = GenerationClient("c")
     client.set_engines({"far": Remote(far)})
     asking = [asyncio.create_task(client.generate(request(str(number)))) for number in range(4)]
-    await asyncio.sleep(0.05)
+    await eventually_in_loop(lambda: not client._links["far"].reachable, 60, "it is tried")
     client.set_engines({"far": Remote(far), "near": Remote(near)})
     answers = await asyncio.wait_for(asyncio.gather(*asking), 20)
     assert {answer.engine for answer in answers} == {"near"}
@@ -159,6 +159,22 @@ async def test_an_engine_that_is_unavailable_before_its_death_is_known_counts(
         await asyncio.wait_for(asking, 20)
     for engine in engines.values():
         await engine.close()
+
+
+async def test_engines_that_leave_alive_do_not_count() -> None:
+    client = GenerationClient("c")
+    asking = asyncio.create_task(client.generate(request()))
+    leaving = [FakeEngine(ANSWER_T, lambda request: True) for _ in range(MAX_LOST_ENGINES)]
+    engines = [*leaving, FakeEngine(ANSWER_T)]
+    for number, engine in enumerate(engines):
+        retired = [str(earlier) for earlier in range(number)]
+        client.set_engines({str(number): Remote(engine)}, retired)
+        await eventually_in_loop(lambda: bool(engine.requests), 60, "it is asked")
+    assert (await asyncio.wait_for(asking, 20)).engine == str(MAX_LOST_ENGINES)
+    client.set_engines({})
+    for engine in engines:
+        await engine.close()
+    await asyncio.sleep(0)  # the loop closes the connections
 
 
 async def test_a_request_of_which_engines_die_is_refused_at_last() -> None:
@@ -290,7 +306,7 @@ async def test_tokens_that_came_of_an_engine_are_in_its_own_answer_only_once(
         60,
         "tokens come",
     )
-    engine._ignored["a"].set()
+    engine.answer("a")
     assert (await asyncio.wait_for(running, 20)).tokens_T.tolist() == [7, 8, 9]
     client.set_engines({})
     await engine.close()

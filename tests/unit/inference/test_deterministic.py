@@ -14,8 +14,8 @@ import torch
 
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
-from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from loaded_models import loaded
 from weight_files import weight_files
 
 WORDS = tuple("abcdefghijklmnop")
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def serving(folder: Path, **options: Any) -> AsyncIterator[TransformersEngine]:
     engine = TransformersEngine(
-        lambda: load_model(str(folder)), **{"max_length": 400, "batch_invariant": True, **options}
+        lambda: loaded(folder), **{"max_length": 400, "batch_invariant": True, **options}
     )
     await engine.start()
     try:
@@ -113,7 +113,7 @@ def test_evictions_several_engines_and_the_order_of_arrival_change_no_bit(folder
 def test_updated_weights_give_the_bits_of_a_model_loaded_with_them(
     folder: Path, tmp_path: Path
 ) -> None:
-    changed = load_model(str(folder))
+    changed = loaded(folder)
     with torch.no_grad():
         for parameter in changed.parameters():
             parameter.add_(
@@ -153,7 +153,7 @@ async def interrupted(folder: Path, **options: Any) -> tuple[Generation, int]:
     """A response during which the weights change, and the tokens that the engine threw away."""
     weights = {
         name: parameter.detach().numpy() * 1.1
-        for name, parameter in load_model(str(folder)).named_parameters()
+        for name, parameter in loaded(folder).named_parameters()
     }
     async with serving(folder, batch_invariant=False, **options) as engine:
         running = asyncio.create_task(

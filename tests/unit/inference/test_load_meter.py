@@ -40,6 +40,14 @@ def test_requests_that_wait_for_new_weights_are_not_counted(
     assert (meter.busy_seconds, meter.seat_seconds) == (3.0, 3.0)
 
 
+def test_tokens_that_come_into_the_cache_were_computed_and_those_that_leave_it_stay_so() -> None:
+    meter = LoadMeter(seats=1)
+    assert meter.computed(100) is None
+    for held in (50, 80, 20, 25):
+        meter.poll_kv_tokens(held)
+    assert meter.computed(100) == 100 + 80 + 5
+
+
 def test_polls_of_the_cache_add_up() -> None:
     meter = LoadMeter(seats=1)
     meter.poll_kv(0.5)

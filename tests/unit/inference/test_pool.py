@@ -1,8 +1,9 @@
-"""Engines that die or freeze are replaced, wherever the pool waits for them."""
+"""Engines that die or freeze are replaced. More may join, and those not wanted any more leave."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -29,13 +30,14 @@ def a_short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 class Engine:
     """Answers, until the test freezes it or lets it fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: str = "node") -> None:
+        self.node = node
         self.frozen = False
         self.failure: Exception | None = None
         self.version: int | None = None
 
     async def placement(self) -> Placement:
-        return Placement("engine", Role.INFERENCE, "node", "pod", 1)
+        return Placement("engine", Role.INFERENCE, self.node, "pod", 1)
 
     async def health(self) -> None:
         await asyncio.sleep(0.01)
@@ -182,3 +184,128 @@ async def test_engines_that_only_die_end_the_attempt() -> None:
     with pytest.raises(RolloutFailed, match=f"{MAX_DEATHS} engines died in a row"):
         await asyncio.wait_for(asyncio.shield(world.pool.failure), 20)
     await world.pool.stop()
+
+
+async def test_an_engine_that_joins_has_the_weights_before_it_serves(started: World) -> None:
+    await started.pool.update_weights(started.weights, 3)
+    started.pool.resize(3)
+    assert (started.pool.joining, started.pool.leaving) == (1, 0)
+    await started.until_serving("engine-0", "engine-1", "engine-2")
+    assert started.engines[2].version == 3
+    assert (started.pool.joining, started.pool.leaving) == (0, 0)
+
+
+async def test_an_engine_that_leaves_is_ended_when_nobody_knows_it_any_more(
+    started: World,
+) -> None:
+    seen_at_the_end: list[list[str]] = []
+    started.handles[1].kill = lambda: seen_at_the_end.append(list(started.seen))  # type: ignore[method-assign]
+    started.pool.resize(1)
+    assert started.pool.leaving == 1
+    await eventually_in_loop(lambda: bool(seen_at_the_end), 20, "it is ended")
+    assert seen_at_the_end == [["engine-0"]]
+    assert started.pool.retired == {"engine-1"}
+    assert started.pool.leaving == 0
+
+
+async def test_engines_leave_between_two_weight_updates(started: World) -> None:
+    loading, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Weights):
+        async def update(self, receivers: Any, version: int, handover: Any = None) -> SyncReport:
+            loading.set()
+            await go_on.wait()
+            return await super().update(receivers, version, handover)
+
+    updating = asyncio.create_task(started.pool.update_weights(Slow(), 1))  # type: ignore[arg-type]
+    await loading.wait()
+    started.pool.resize(1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert started.pool.leaving == 1
+    go_on.set()
+    assert not (await updating).failed
+    await started.until_serving("engine-0")
+
+
+async def test_an_engine_that_has_no_pod_yet_is_the_first_to_be_given_up(started: World) -> None:
+    waiting = asyncio.Event()
+
+    class WithoutPod(Engine):
+        async def placement(self) -> Placement:
+            waiting.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    started._make = lambda number: WithoutPod()
+    started.pool.resize(3)
+    await waiting.wait()
+    started.pool.resize(2)
+    await eventually_in_loop(lambda: started.handles[2].killed, 20, "it is given up")
+    await eventually_in_loop(lambda: not started.pool.leaving, 20, "two are left")
+    assert started.seen == ["engine-0", "engine-1"]
+    assert not started.pool.retired
+
+
+async def test_the_engines_of_one_node_leave_together() -> None:
+    world = World(lambda number: Engine("ab"[number % 2]))
+    await world.pool.start()
+    world.pool.resize(4)
+    await eventually_in_loop(lambda: len(world.seen) == 4, 20, "four serve")
+    world.pool.resize(2)
+    await eventually_in_loop(lambda: len(world.seen) == 2, 20, "two are left")
+    left = [world.engines[number] for number in range(4) if f"engine-{number}" in world.seen]
+    assert len({engine.node for engine in left}) == 1
+    await world.pool.stop()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_joins_leaves_deaths_and_updates_at_any_time_end_with_the_wanted_engines(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    world = World(lambda number: Engine(f"node-{number % 3}"))
+    before = asyncio.all_tasks()
+    await world.pool.start()
+    version = 0
+    for _ in range(25):
+        for _ in range(rng.randrange(12)):
+            await asyncio.sleep(0)
+        match rng.choice(["resize", "resize", "die", "update"]):
+            case "resize":
+                world.pool.resize(rng.randrange(1, 6))
+            case "die":
+                rng.choice(world.handles).kill()
+            case "update":
+                version += 1
+                await asyncio.wait_for(world.pool.update_weights(world.weights, version), 20)
+    wanted = rng.randrange(1, 6)
+    world.pool.resize(wanted)
+    await eventually_in_loop(
+        lambda: (
+            world.pool.failure.done()
+            or (len(world.seen) == wanted and not world.pool.joining and not world.pool.leaving)
+        ),
+        20,
+        f"{wanted} engines serve",
+    )
+    if world.pool.failure.done():
+        with pytest.raises(RolloutFailed, match="died in a row"):
+            world.pool.failure.result()
+    else:
+        await asyncio.wait_for(world.pool.update_weights(world.weights, version + 1), 20)
+        alive = [
+            engine
+            for engine, handle in zip(world.engines, world.handles, strict=True)
+            if not handle.killed
+        ]
+        assert [engine.version for engine in alive] == [version + 1] * wanted
+        assert sorted(world.pool.engines) == world.seen
+    await world.pool.stop()
+    for handle in world.handles:
+        handle.kill()
+    await eventually_in_loop(
+        lambda: not [task for task in asyncio.all_tasks() - before if not task.done()],
+        20,
+        "no task is left",
+    )

@@ -16,9 +16,16 @@ from agenticrun_workers.inference.sglang.server import SglangOptions
 from agenticrun_workers.inference.vllm.engine import KV_USAGE, VllmEngine
 
 READABLE = {
-    SglangEngine: json.dumps({"loads": [{"max_running_requests": 4, "token_usage": 0.5}]}),
-    VllmEngine: f'{KV_USAGE}{{engine="0"}} 0.5\n',
+    SglangEngine: json.dumps(
+        {"loads": [{"max_running_requests": 4, "token_usage": 0.5, "num_used_tokens": 32}]}
+    ),
+    VllmEngine: f"""{KV_USAGE}engine="0"}} 0.5
+vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="4"}} 1.0
+vllm:prompt_tokens_total{{engine="0"}} 30.0
+vllm:generation_tokens_total{{engine="0"}} 12.0
+""",
 }
+COMPUTED = {SglangEngine: 32, VllmEngine: 32 + 30 + 12}
 
 
 class Server:
@@ -58,9 +65,18 @@ async def test_an_unreadable_load_is_told_once_and_harms_no_engine_that_serves(
     assert len(caplog.records) == 1
     assert "the load cannot be read" in caplog.text
     assert engine.stats().kv_polls == 0, "no poll counts as an empty cache"
+    assert engine.stats().computed_tokens is None
     server.answer = READABLE[made]
     await engine.check_health()
     assert (engine.stats().kv_used, engine.stats().kv_polls) == (0.5, 1)
+
+
+@pytest.mark.parametrize("made", [SglangEngine, VllmEngine])
+async def test_polls_tell_the_tokens_that_were_computed(made: type[Any]) -> None:
+    engine = engine_on(made, Server(READABLE[made]))
+    for _ in range(2):
+        await engine.check_health()
+        assert engine.stats().computed_tokens == COMPUTED[made]
 
 
 async def test_sglang_does_not_start_with_a_load_that_cannot_be_read(

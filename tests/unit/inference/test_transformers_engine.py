@@ -21,6 +21,7 @@ from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from loaded_models import loaded
 from weight_files import weight_files
 
 WORDS = tuple("abcdefghijklmnop")
@@ -46,7 +47,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @asynccontextmanager
 async def serving(folder: Path, **options: Any) -> AsyncIterator[TransformersEngine]:
-    engine = TransformersEngine(lambda: load_model(str(folder)), **{"max_length": 128, **options})
+    engine = TransformersEngine(lambda: loaded(folder), **{"max_length": 128, **options})
     await engine.start()
     try:
         yield engine
@@ -93,7 +94,7 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_greedy_tokens_and_log_probs_equal_a_plain_forward_pass(folder: Path) -> None:
-    model = load_model(str(folder))
+    model = loaded(folder)
 
     async def work() -> None:
         async with serving(folder) as engine:
@@ -115,7 +116,7 @@ def test_greedy_tokens_and_log_probs_equal_a_plain_forward_pass(folder: Path) ->
 
 
 def test_a_request_samples_the_same_alone_and_among_others_that_come_and_go(folder: Path) -> None:
-    model = load_model(str(folder))
+    model = loaded(folder)
 
     async def work() -> None:
         requests = [
@@ -139,7 +140,7 @@ def test_a_request_samples_the_same_alone_and_among_others_that_come_and_go(fold
 
 
 def test_a_session_computes_only_the_new_tokens_of_each_turn(folder: Path) -> None:
-    model = load_model(str(folder))
+    model = loaded(folder)
 
     async def work() -> None:
         async with serving(folder) as engine:
@@ -158,7 +159,7 @@ def test_a_session_computes_only_the_new_tokens_of_each_turn(folder: Path) -> No
 
 
 def test_a_prompt_that_departs_from_its_session_is_computed_from_there(folder: Path) -> None:
-    model = load_model(str(folder))
+    model = loaded(folder)
 
     async def work() -> None:
         async with serving(folder) as engine:
@@ -173,7 +174,7 @@ def test_a_prompt_that_departs_from_its_session_is_computed_from_there(folder: P
 
 
 def test_evicted_sessions_are_computed_again_and_give_the_same(folder: Path) -> None:
-    model = load_model(str(folder))
+    model = loaded(folder)
 
     async def work() -> None:
         async with serving(folder, max_sessions=3) as engine:
@@ -192,7 +193,7 @@ def test_evicted_sessions_are_computed_again_and_give_the_same(folder: Path) -> 
 
 
 def test_two_requests_of_one_session_at_once_do_not_disturb_each_other(folder: Path) -> None:
-    model = load_model(str(folder))
+    model = loaded(folder)
 
     async def work() -> None:
         async with serving(folder) as engine:
@@ -201,6 +202,32 @@ def test_two_requests_of_one_session_at_once_do_not_disturb_each_other(folder: P
                 requests, await asyncio.gather(*map(engine.generate, requests)), strict=True
             ):
                 check(model, request, generation)
+
+    run(work)
+
+
+def test_prompts_count_as_computed_batch_by_batch_and_as_prefilling_until_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with serving(folder, max_step_tokens=60) as engine:
+            seen, compute = [], engine._compute
+
+            def noted(batch: Any) -> Any:
+                stats = engine.stats()
+                seen.append((stats.computed_tokens, stats.prefilling))
+                return compute(batch)
+
+            monkeypatch.setattr(engine, "_compute", noted)
+            requests = [ask(f"{n}", prompt(30, n), 1) for n in range(6)]
+            await asyncio.gather(*map(engine.generate, requests))
+            batches = [prefilling for _, prefilling in seen]
+            assert sum(batches) == 6 * 30
+            assert max(batches) <= 60, "several batches"
+            assert [computed for computed, _ in seen] == [
+                sum(batches[:number]) for number in range(len(batches))
+            ]
+            assert engine.stats().prefilling == 0
 
     run(work)
 
@@ -227,7 +254,7 @@ def changed(model: PreTrainedModel) -> dict[str, np.ndarray]:
 
 
 def test_new_weights_take_over_in_the_middle_of_a_response(folder: Path) -> None:
-    model, updated = load_model(str(folder)), load_model(str(folder))
+    model, updated = loaded(folder), loaded(folder)
     weights = changed(model)
     updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
 
@@ -261,7 +288,7 @@ def test_new_weights_take_over_in_the_middle_of_a_response(folder: Path) -> None
 
 
 def test_new_weights_drop_the_caches_of_idle_sessions(folder: Path) -> None:
-    updated = load_model(str(folder))
+    updated = loaded(folder)
     weights = changed(updated)
     updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
 
@@ -287,7 +314,7 @@ def test_new_weights_drop_the_caches_of_idle_sessions(folder: Path) -> None:
 def test_after_weights_that_do_not_fit_nothing_is_served_until_a_good_update(
     folder: Path, wrong: dict[str, np.ndarray | None], message: str
 ) -> None:
-    updated = load_model(str(folder))
+    updated = loaded(folder)
     weights = changed(updated)
     updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
     unfit = {name: value for name, value in {**weights, **wrong}.items() if value is not None}
@@ -327,7 +354,7 @@ def test_a_file_that_is_not_safetensors_is_named(folder: Path, tmp_path: Path) -
 
 
 def test_requests_that_come_during_an_update_wait_for_it(folder: Path) -> None:
-    weights = changed(load_model(str(folder)))
+    weights = changed(loaded(folder))
 
     async def work() -> None:
         async with serving(folder) as engine:
@@ -352,7 +379,7 @@ def test_requests_that_come_during_an_update_wait_for_it(folder: Path) -> None:
 
 
 def test_an_engine_that_slept_serves_again_after_it_got_weights(folder: Path) -> None:
-    updated = load_model(str(folder))
+    updated = loaded(folder)
     weights = changed(updated)
     updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
 
@@ -399,7 +426,7 @@ def test_pause_stops_sampling_and_resume_goes_on_as_if_nothing_had_been(folder: 
 
 
 def test_abort_returns_what_was_sampled_so_far(folder: Path) -> None:
-    model = load_model(str(folder))
+    model = loaded(folder)
 
     async def work() -> None:
         async with serving(folder) as engine:
@@ -479,7 +506,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_start_with_its_path(tmp_path: P
 
 def test_stop_ends_what_is_in_flight_and_can_be_called_twice(folder: Path) -> None:
     async def work() -> None:
-        engine = TransformersEngine(lambda: load_model(str(folder)), max_length=128)
+        engine = TransformersEngine(lambda: loaded(folder), max_length=128)
         await engine.start()
         running = asyncio.create_task(engine.generate(ask("a", prompt(5), new=100)))
         await asyncio.sleep(0.01)

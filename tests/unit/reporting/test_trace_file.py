@@ -24,7 +24,7 @@ from agenticrun_workers.tracing import (
     ENGINE,
     ENV_WORKER,
     EPISODES_IN_FLIGHT,
-    GROUPS_RUNNING,
+    EPISODES_RUNNING,
     REQUESTS_IN_FLIGHT,
     TOKENS,
     ClockReading,
@@ -62,7 +62,7 @@ THE_DRIVER = recording(
     DRIVER,
     DRIVER,
     [span("step", 0, 100), span("sync", 0, 10), span("rollout", 10, 60), span("train", 60, 100)],
-    {GROUPS_RUNNING: points((0, 0), (10, 4), (60, 0))},
+    {EPISODES_RUNNING: points((0, 0), (10, 4), (60, 0))},
 )
 
 
@@ -145,7 +145,7 @@ def test_tokens_become_a_rate() -> None:
     assert rate(sums) == [(0, 200.0), (500 * MS, 0.0), (1000 * MS, 400.0), (1250 * MS, 0.0)]
     engine = recording("engine-0", ENGINE, counters={TOKENS: points((0, 0), (50, 10))})
     counters = {event["name"] for event in trace(engine).events() if event["ph"] == "C"}
-    assert counters == {"tokens per second", GROUPS_RUNNING}
+    assert counters == {"tokens per second", EPISODES_RUNNING}
 
 
 moments = st.integers(0, 100 * MS)

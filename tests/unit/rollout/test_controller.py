@@ -21,9 +21,9 @@ from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.group_run import GroupRun
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
+    EpisodeTask,
     GroupFilter,
     GroupPlan,
-    GroupTask,
     VersionBounds,
     zero_variance,
 )
@@ -64,7 +64,7 @@ class Run:
     @property
     def begun(self) -> set[int]:
         """The groups that have begun."""
-        return {task.group for task in self.backend.tasks}
+        return {task.key.group for task in self.backend.tasks}
 
     async def batch(self) -> list[int]:
         batch = await asyncio.wait_for(self.controller.batch(), 60)
@@ -73,7 +73,7 @@ class Run:
 
 def runs_of(backend: FakeBackend, group: int) -> list[tuple[int, int]]:
     """Member and attempt of each episode of a group, in the order in which they began."""
-    return [(task.members[0], task.attempt) for task in backend.tasks if task.group == group]
+    return [(task.key.member, task.attempt) for task in backend.tasks if task.key.group == group]
 
 
 async def settled() -> None:
@@ -216,11 +216,10 @@ class Scripted(FakeBackend):
         super().__init__()
         self.script = script
 
-    async def run(self, task: GroupTask) -> list[EpisodeResult]:
-        (member,) = task.members
-        stop, version = self.script[member][task.attempt]
-        (played,) = await super().run(task)
-        return [replace(played, stop_reason=stop, oldest_version=version)]
+    async def run(self, task: EpisodeTask) -> EpisodeResult:
+        stop, version = self.script[task.key.member][task.attempt]
+        played = await super().run(task)
+        return replace(played, stop_reason=stop, oldest_version=version)
 
 
 GOOD = StopReason.COMPLETED
@@ -237,7 +236,7 @@ async def test_only_the_members_that_are_too_old_run_again() -> None:
 
     async def drop(stale: list[EpisodeResult]) -> None:
         await asyncio.sleep(0)
-        again = [task.members[0] for task in backend.tasks if task.attempt]
+        again = [task.key.member for task in backend.tasks if task.attempt]
         assert not {result.key.member for result in stale} & {*again}, "the keys are the same"
         dropped.extend((result.key.member, result.attempt) for result in stale)
 
@@ -254,8 +253,8 @@ async def test_a_member_starts_again_at_once_while_the_others_still_run(reason: 
     slow = asyncio.Event()
 
     class Uneven(Scripted):
-        async def run(self, task: GroupTask) -> list[EpisodeResult]:
-            if task.members == (1,):
+        async def run(self, task: EpisodeTask) -> EpisodeResult:
+            if task.key.member == 1:
                 await slow.wait()
             return await super().run(task)
 
@@ -280,8 +279,8 @@ async def test_a_finished_member_that_grows_too_old_starts_again_while_the_other
     None
 ):
     class OneIsSlow(FakeBackend):
-        async def run(self, task: GroupTask) -> list[EpisodeResult]:
-            if task.members == (1,):
+        async def run(self, task: EpisodeTask) -> EpisodeResult:
+            if task.key.member == 1:
                 await asyncio.Event().wait()
             return await super().run(task)
 
@@ -320,15 +319,15 @@ async def test_an_error_of_the_backend_leaves_no_episode_running() -> None:
     ended: list[int] = []
 
     class Broken(FakeBackend):
-        async def run(self, task: GroupTask) -> list[EpisodeResult]:
+        async def run(self, task: EpisodeTask) -> EpisodeResult:
             try:
                 await asyncio.sleep(0)
-                if task.members == (1,):
+                if task.key.member == 1:
                     raise RuntimeError("no backend left")
                 await asyncio.Event().wait()
-                return []
+                raise AssertionError
             finally:
-                ended.extend(task.members)
+                ended.append(task.key.member)
 
     with pytest.raises(RuntimeError, match="no backend left"):
         await GroupRun(0, GroupPlan(("A",), 3)).play(Broken(), VersionBounds, no_drop)
@@ -374,10 +373,10 @@ async def test_engines_that_lag_behind_cost_no_group(frequency: int, staleness: 
 
 
 async def test_an_episode_that_fails_is_played_again_with_another_seed() -> None:
-    def first_try_fails(task: GroupTask, member: int) -> StopReason:
+    def first_try_fails(task: EpisodeTask) -> StopReason:
         return (
             StopReason.ENV_ERROR
-            if (task.group, member, task.attempt) == (0, 1, 0)
+            if (task.key.group, task.key.member, task.attempt) == (0, 1, 0)
             else StopReason.COMPLETED
         )
 
@@ -397,7 +396,7 @@ async def test_an_episode_that_fails_is_played_again_with_another_seed() -> None
 async def test_a_group_trains_with_fewer_members_after_the_last_reroll() -> None:
     run = Run(
         FakeBackend(
-            lambda task, member: StopReason.TIMEOUT if member == 0 else StopReason.COMPLETED
+            lambda task: StopReason.TIMEOUT if task.key.member == 0 else StopReason.COMPLETED
         ),
         group_size=3,
     )
@@ -410,7 +409,7 @@ async def test_a_group_trains_with_fewer_members_after_the_last_reroll() -> None
 @pytest.mark.parametrize("rerolls", [0, 1, 5])
 async def test_an_episode_is_played_again_at_most_max_rerolls_times(rerolls: int) -> None:
     backend = FakeBackend(
-        lambda task, member: StopReason.TIMEOUT if member == 0 else StopReason.COMPLETED
+        lambda task: StopReason.TIMEOUT if task.key.member == 0 else StopReason.COMPLETED
     )
     run = Run(backend, size=1, group_size=3, max_rerolls=rerolls)
     run.advance(0)
@@ -460,7 +459,7 @@ async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_
 
     run = Run(
         LatePlayers(
-            lambda task, member: StopReason.ENV_ERROR if member == 0 else StopReason.COMPLETED
+            lambda task: StopReason.ENV_ERROR if task.key.member == 0 else StopReason.COMPLETED
         ),
         size=1,
         redundancy=2,
@@ -474,8 +473,10 @@ async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_
 
 
 async def test_a_redundant_group_with_too_few_members_rerolls_only_as_many_as_it_needs() -> None:
-    def fate(task: GroupTask, member: int) -> StopReason:
-        return StopReason.COMPLETED if member == 0 or task.attempt else StopReason.ENV_ERROR
+    def fate(task: EpisodeTask) -> StopReason:
+        return (
+            StopReason.COMPLETED if task.key.member == 0 or task.attempt else StopReason.ENV_ERROR
+        )
 
     run = Run(FakeBackend(fate), size=1, group_size=2, redundancy=2)
     run.advance(0)
@@ -491,8 +492,8 @@ def refusing(count: int, rejections: int) -> Any:
 
 
 async def test_groups_that_the_filter_refuses_are_replaced_and_counted() -> None:
-    def scores(task: GroupTask, member: int) -> float:
-        return float(member) if task.group % 2 else 1.0
+    def scores(task: EpisodeTask) -> float:
+        return float(task.key.member) if task.key.group % 2 else 1.0
 
     run = Run(FakeBackend(scores=scores), filter=GroupFilter("zero_variance", zero_variance, 8))
     run.advance(0)
@@ -553,7 +554,7 @@ async def test_an_environment_s_error_is_told_once_however_often_it_happens(
 ) -> None:
     run = Run(
         FakeBackend(
-            lambda task, member: StopReason.ENV_ERROR if task.attempt == 0 else StopReason.COMPLETED
+            lambda task: StopReason.ENV_ERROR if task.attempt == 0 else StopReason.COMPLETED
         ),
         size=8,
     )
@@ -575,12 +576,12 @@ async def test_transcripts_and_frames_are_of_so_many_groups_of_each_batch_until_
     """Else slow episodes, which run again more often than others, would be missing in samples."""
 
     class Telling(FakeBackend):
-        async def run(self, task: GroupTask) -> list[EpisodeResult]:
-            first, *others = await super().run(task)
-            return [replace(first, transcript="once" if task.transcript else ""), *others]
+        async def run(self, task: EpisodeTask) -> EpisodeResult:
+            played = await super().run(task)
+            return replace(played, transcript="once" if task.transcript else "")
 
-    def fate(task: GroupTask, member: int) -> StopReason:
-        fails = task.attempt == 0 or (task.attempt == 1 and member == 1)
+    def fate(task: EpisodeTask) -> StopReason:
+        fails = task.attempt == 0 or (task.attempt == 1 and task.key.member == 1)
         return first_try if fails else StopReason.COMPLETED
 
     run = Run(Telling(fate), transcripts=1, frames=True)
@@ -588,18 +589,22 @@ async def test_transcripts_and_frames_are_of_so_many_groups_of_each_batch_until_
         run.advance(version)
         batch = await asyncio.wait_for(run.controller.batch(), 60)
         assert [result.transcript for result in batch.results] == ["once", "", "", ""]
-    told = [(task.group, task.attempt) for task in run.backend.tasks if task.transcript]
+    told = [(task.key.group, task.attempt) for task in run.backend.tasks if task.transcript]
     assert (
         sorted(told)
         == [(0, 0), (0, 1), (2, 0), (2, 1)]
-        == sorted((task.group, task.attempt) for task in run.backend.tasks if task.frames)
+        == sorted((task.key.group, task.attempt) for task in run.backend.tasks if task.frames)
     )
     assert max(task.attempt for task in run.backend.tasks) == 2
 
 
 async def test_a_group_with_one_good_member_is_dropped_and_another_begins() -> None:
-    def group_zero_fails(task: GroupTask, member: int) -> StopReason:
-        return StopReason.ENV_ERROR if task.group == 0 and member else StopReason.COMPLETED
+    def group_zero_fails(task: EpisodeTask) -> StopReason:
+        return (
+            StopReason.ENV_ERROR
+            if task.key.group == 0 and task.key.member
+            else StopReason.COMPLETED
+        )
 
     run = Run(FakeBackend(group_zero_fails), group_size=3)
     run.advance(0)
@@ -610,14 +615,14 @@ async def test_a_group_with_one_good_member_is_dropped_and_another_begins() -> N
 
 
 async def test_an_environment_that_always_fails_ends_in_an_error_that_says_why() -> None:
-    run = Run(FakeBackend(lambda task, member: StopReason.ENV_ERROR))
+    run = Run(FakeBackend(lambda task: StopReason.ENV_ERROR))
     run.advance(0)
     with pytest.raises(TooManyDropped, match="env_error"):
         await run.batch()
 
 
 async def test_what_the_players_raise_reaches_whoever_waits_for_a_batch() -> None:
-    def broken(task: GroupTask, member: int) -> StopReason:
+    def broken(task: EpisodeTask) -> StopReason:
         raise RuntimeError("no backend left")
 
     run = Run(FakeBackend(broken))

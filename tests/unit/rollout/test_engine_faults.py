@@ -58,6 +58,7 @@ FAULTS = {
     "too long": "tokens instead of",
     "empty": "without a token",
     "nothing": "does not answer",
+    "polls only": "it is stuck",
     "slow": "",
 }
 """What the log says about an engine with this fault; a slow one is not replaced."""
@@ -73,6 +74,7 @@ class Model:
         self._in_flight: dict[str, asyncio.Event] = {}
         self.fault = ""
         self.version = 0
+        self._computed = 0
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `InferenceEngine`."""
@@ -80,7 +82,8 @@ class Model:
         tokens_T = self._rng.choice(self._answers)
         seconds = len(tokens_T) * 0.3 if self.fault == "slow" else self._rng.uniform(0, 0.02)
         try:
-            async with asyncio.timeout(None if self.fault == "nothing" else seconds):
+            silent = self.fault in ("nothing", "polls only")
+            async with asyncio.timeout(None if silent else seconds):
                 await aborted.wait()
             return ABORTED_UNSAMPLED
         except TimeoutError:
@@ -90,6 +93,7 @@ class Model:
 
     def _made(self, tokens_T: Any) -> Generation:
         size = len(tokens_T)
+        self._computed += size
         good = Generation(
             tokens_T,
             np.full(size, -1.0, np.float32),
@@ -131,7 +135,8 @@ class Model:
 
     def stats(self) -> EngineStats:
         """See `InferenceEngine`."""
-        return EngineStats(self.version, len(self._in_flight), 0, 0, 0, 0.0)
+        running, computed = len(self._in_flight), self._computed
+        return EngineStats(self.version, running, 0, 0, 0, 0.0, computed_tokens=computed)
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""
@@ -262,6 +267,8 @@ PIPELINE = Pipeline.model_validate(
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(actor_module, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(actor_module, "STEP_SECONDS", 3.0)
+    monkeypatch.setattr(actor_module, "MIN_TOKENS", 1)
     shared_node.set(Node("here", "127.0.0.1"))
     TOKENIZER.save_pretrained(tmp_path)
     return tmp_path

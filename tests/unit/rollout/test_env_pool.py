@@ -1,13 +1,12 @@
 """The pool finds the group that kills its workers and gives up that group only.
 
-Every other episode is played to its end.
+Every other episode is played to its end. Workers join and leave meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,21 +14,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.launch import ActorDied, ActorUnavailable, OtherActorDied, liveness
+from agenticrun_workers.launch import ActorDied, ActorUnavailable, OtherActorDied
+from agenticrun_workers.launch.liveness import FROZEN_POLLS, POLL_SECONDS
+from agenticrun_workers.rollout import env_pool
 from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
 from agenticrun_workers.rollout.env_worker import ResultMailbox
 from agenticrun_workers.rollout.groups import (
     Endpoints,
     EpisodeResult,
-    GroupTask,
+    EpisodeTask,
     VersionBounds,
 )
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory
 from rollout_fakes import Mute, Remote, result
+from virtual_clock import on_virtual_clock
+from waiting import eventually_in_loop
 
-Kills = Callable[[GroupTask], bool]
+FROZEN_SECONDS = FROZEN_POLLS * POLL_SECONDS
+
+Kills = Callable[[EpisodeTask], bool]
 
 
 class MortalWorker:
@@ -40,15 +45,20 @@ class MortalWorker:
         self._outbox: ResultMailbox[EpisodeResult] = ResultMailbox(0.0)
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    def die(self) -> None:
+        if not self._death.done():
+            self._death.set_result(None)
+
     async def abort(self, episodes: Any) -> None: ...
+
+    async def set_endpoints(self, endpoints: Endpoints) -> None: ...
 
     async def set_bounds(self, bounds: VersionBounds) -> None:
         self.bounds = bounds
 
     async def submit(self, tasks: bytes) -> None:
         for task in unpack(tasks):
-            for member in task.members:
-                asyncio.get_running_loop().create_task(self._play_one(task, member))
+            asyncio.get_running_loop().create_task(self._play_one(task))
 
     async def collect(self) -> bytes:
         taking = asyncio.ensure_future(self._outbox.take(5.0))
@@ -58,19 +68,21 @@ class MortalWorker:
             raise ActorDied("killed")
         return pack(taking.result())
 
-    async def _play_one(self, task: GroupTask, member: int) -> None:
-        for _ in range(3 + (7 * task.group + member) % 5):
+    async def _play_one(self, task: EpisodeTask) -> None:
+        group, member = task.key.group, task.key.member
+        for _ in range(3 + (7 * group + member) % 5):
             await asyncio.sleep(0)
-        if self._kills(task) and member == task.members[-1] and not self._death.done():
+        if self._kills(task) and not self._death.done():
             self._death.set_result(None)
         if not self._death.done():
-            self._outbox.put(result(task.group, member, attempt=task.attempt))
+            self._outbox.put(result(group, member, attempt=task.attempt))
 
 
 class World:
     def __init__(self, kills: Kills, workers: int) -> None:
         self.kills = kills
         self.made = 0
+        self._another = asyncio.Event()
         self.pool = EnvPool(self._spawn, workers)
         self._workers = workers
 
@@ -80,9 +92,16 @@ class World:
 
     async def _spawn(self) -> Remote:
         self.made += 1
+        self._another.set()
         return Remote(MortalWorker(self.kills))
 
-    async def play(self, *tasks: GroupTask) -> list[list[EpisodeResult]]:
+    async def until_made(self, workers: int) -> None:
+        async with asyncio.timeout(60):
+            while self.made < workers:
+                self._another.clear()
+                await self._another.wait()
+
+    async def play(self, *tasks: EpisodeTask) -> list[EpisodeResult]:
         await self.pool.start()
         try:
             return await asyncio.wait_for(asyncio.gather(*map(self.pool.run, tasks)), 20)
@@ -90,38 +109,40 @@ class World:
             await self.pool.stop()
 
 
-def groups(count: int, members: int = 2) -> list[GroupTask]:
-    return [GroupTask(Stream.TRAIN, group, "A", tuple(range(members))) for group in range(count)]
+def episode(group: int, member: int = 0, tag: str = "A", attempt: int = 0) -> EpisodeTask:
+    return EpisodeTask(EpisodeKey(Stream.TRAIN, group, member), tag, attempt)
 
 
-def reasons(played: list[list[EpisodeResult]]) -> list[set[StopReason]]:
-    return [{member.stop_reason for member in members} for members in played]
+def groups(count: int, members: int = 2) -> list[EpisodeTask]:
+    return [episode(group, member) for group in range(count) for member in range(members)]
 
 
-def alone(tasks: list[GroupTask]) -> list[GroupTask]:
-    """A task for each member, as training groups have."""
-    return [replace(task, members=(member,)) for task in tasks for member in task.members]
+def reasons(played: list[EpisodeResult]) -> set[StopReason]:
+    return {result.stop_reason for result in played}
 
 
 @settings(max_examples=25)
-@given(st.integers(1, 3), st.integers(1, 12), st.booleans(), st.data())
+@given(st.integers(1, 3), st.integers(1, 12), st.data())
 def test_guilty_groups_are_given_up_and_all_others_play_to_their_end(
-    workers: int, count: int, single: bool, data: st.DataObject
+    workers: int, count: int, data: st.DataObject
 ) -> None:
     guilty = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
-    world = World(lambda task: task.group in guilty, workers)
     tasks = groups(count)
-    results = asyncio.run(world.play(*(alone(tasks) if single else tasks)))
-    played = [results[n] + results[n + 1] for n in range(0, 2 * count, 2)] if single else results
-    for group, members in enumerate(played):
-        assert [member.key.member for member in members] == [0, 1]
-        if group not in guilty:
-            assert {member.stop_reason for member in members} == {StopReason.COMPLETED}
+
+    async def play() -> tuple[World, list[EpisodeResult]]:
+        world = World(lambda task: task.key.group in guilty, workers)
+        return world, await world.play(*tasks)
+
+    world, played = asyncio.run(play())
+    assert [result.key for result in played] == [task.key for task in tasks]
+    for ended in played:
+        if ended.key.group not in guilty:
+            assert ended.stop_reason is StopReason.COMPLETED
         else:
-            assert members[-1].stop_reason is StopReason.ENV_ERROR
+            assert ended.stop_reason is StopReason.ENV_ERROR
             assert (
                 "3 env workers died while they played it: the environment 'A' may end its process; "
-                "set isolated: true" in members[-1].error
+                "set isolated: true" in ended.error
             )
     assert world.deaths <= 3 * len(guilty)
 
@@ -130,7 +151,7 @@ async def test_the_members_of_a_group_share_a_worker() -> None:
     """So that a group that kills its workers kills three, and not three for each member."""
     world = World(lambda task: False, 3)
     await world.pool.start()
-    running = [asyncio.create_task(world.pool.run(task)) for task in alone(groups(6, members=4))]
+    running = [asyncio.create_task(world.pool.run(task)) for task in groups(6, members=4)]
     await asyncio.sleep(0)
     homes = [set(worker.open) for worker in world.pool._workers]
     assert sorted(map(len, homes)) == [2, 2, 2]
@@ -141,7 +162,7 @@ async def test_the_members_of_a_group_share_a_worker() -> None:
 
 
 async def test_an_aborted_group_does_not_run_again_when_its_worker_dies() -> None:
-    death = asyncio.Event()
+    death, begun = asyncio.Event(), asyncio.Semaphore(0)
     world = World(lambda task: False, 1)
     aborted: list[tuple[EpisodeKey, int]] = []
 
@@ -149,9 +170,10 @@ async def test_an_aborted_group_does_not_run_again_when_its_worker_dies() -> Non
         async def abort(self, episodes: Any) -> None:
             aborted.extend(episodes)
 
-        async def _play_one(self, task: GroupTask, member: int) -> None:
+        async def _play_one(self, task: EpisodeTask) -> None:
+            begun.release()
             await death.wait()
-            await super()._play_one(task, member)
+            await super()._play_one(task)
 
     async def spawn() -> Remote:
         world.made += 1
@@ -159,42 +181,48 @@ async def test_an_aborted_group_does_not_run_again_when_its_worker_dies() -> Non
 
     world.pool = EnvPool(spawn, 1)
     await world.pool.start()
-    running = [asyncio.create_task(world.pool.run(task)) for task in alone(groups(2))]
-    await asyncio.sleep(0.01)
+    running = [asyncio.create_task(world.pool.run(task)) for task in groups(2)]
+    for _ in running:
+        await asyncio.wait_for(begun.acquire(), 60)
     world.pool.abort(1)
     death.set()
     results = await asyncio.wait_for(asyncio.gather(*running), 20)
-    assert [[r.key.group for r in each] for each in results] == [[0], [0], [], []]
+    assert [(r.key.group, r.stop_reason) for r in results] == [
+        (0, StopReason.COMPLETED),
+        (0, StopReason.COMPLETED),
+        (1, StopReason.ABORTED),
+        (1, StopReason.ABORTED),
+    ]
+    assert world.made == 2
     assert aborted == [(EpisodeKey(Stream.TRAIN, 1, member), 0) for member in (0, 1)]
     await world.pool.stop()
 
 
 async def test_a_group_that_was_given_up_is_a_suspect_when_it_is_rerolled() -> None:
-    world = World(lambda task: task.group == 1, 1)
-    again = [GroupTask(Stream.TRAIN, 1, "A", (0, 1), attempt) for attempt in (1, 2)]
+    world = World(lambda task: task.key.group == 1, 1)
+    again = [episode(1, attempt=attempt) for attempt in (1, 2)]
     await world.pool.start()
     first = await asyncio.gather(*map(world.pool.run, groups(3)))
     assert world.made == 4
     rerolled = [await world.pool.run(task) for task in again]
-    async with asyncio.timeout(60):
-        while world.made < 6:
-            await asyncio.sleep(0.01)
+    await world.until_made(6)
     await world.pool.stop()
     assert world.made == 6
-    assert [r[-1].stop_reason for r in (first[1], *rerolled)] == [StopReason.ENV_ERROR] * 3
+    assert reasons([r for r in first if r.key.group == 1]) == {StopReason.ENV_ERROR}
+    assert reasons(rerolled) == {StopReason.ENV_ERROR}
 
 
 async def test_a_worker_that_dies_of_something_else_costs_no_episode() -> None:
     spent: list[int] = []
 
-    def once_each(task: GroupTask) -> bool:
+    def once_each(task: EpisodeTask) -> bool:
         """Two deaths, of two groups."""
-        if task.group in (2, 5) and task.group not in spent:
-            spent.append(task.group)
+        if task.key.group in (2, 5) and task.key.group not in spent:
+            spent.append(task.key.group)
             return True
         return False
 
-    assert reasons(await World(once_each, 2).play(*groups(8))) == [{StopReason.COMPLETED}] * 8
+    assert reasons(await World(once_each, 2).play(*groups(8))) == {StopReason.COMPLETED}
 
 
 async def test_a_worker_that_replaces_a_dead_one_hears_which_tokens_are_too_old() -> None:
@@ -207,7 +235,7 @@ async def test_a_worker_that_replaces_a_dead_one_hears_which_tokens_are_too_old(
     pool = EnvPool(spawn, 1)
     await pool.start()
     pool.set_bounds(VersionBounds(2, 3))
-    await asyncio.wait_for(pool.run(groups(1)[0]), 20)
+    await asyncio.wait_for(pool.run(episode(0)), 20)
     await pool.stop()
     assert [worker.bounds for worker in made] == [VersionBounds(2, 3)] * 2
 
@@ -221,10 +249,7 @@ async def test_workers_that_only_die_end_the_run() -> None:
 
 async def test_the_environment_in_most_of_the_dead_workers_is_named() -> None:
     world = World(lambda task: task.tag == "bad", 2)
-    tasks = [
-        GroupTask(Stream.TRAIN, group, "bad" if group else "good", (0,))
-        for group in range(3 * MAX_DEATHS)
-    ]
+    tasks = [episode(group, tag="bad" if group else "good") for group in range(3 * MAX_DEATHS)]
     await world.pool.start()
     playing = [asyncio.create_task(world.pool.run(task)) for task in tasks]
     async with asyncio.timeout(20):
@@ -255,9 +280,9 @@ async def test_a_worker_that_fails_and_lives_ends_the_run_with_its_own_words(
     pool = EnvPool(spawn, 1)
     await pool.start()
     with pytest.raises(type(error), match=words):
-        await asyncio.wait_for(pool.run(groups(1)[0]), 20)
+        await asyncio.wait_for(pool.run(episode(0)), 20)
     with pytest.raises(type(error), match=words):
-        await pool.run(groups(1)[0])
+        await pool.run(episode(0))
     await pool.stop()
 
 
@@ -274,28 +299,28 @@ async def test_a_worker_that_ray_cannot_reach_is_ended_before_others_play_its_gr
 
     pool = EnvPool(spawn, 1)
     await pool.start()
-    played = await asyncio.wait_for(pool.run(groups(1)[0]), 20)
+    played = await asyncio.wait_for(pool.run(episode(0)), 20)
     await pool.stop()
-    assert reasons([played]) == [{StopReason.COMPLETED}]
+    assert played.stop_reason is StopReason.COMPLETED
     assert [worker.killed for worker in made] == [True, False]
 
 
-async def test_a_frozen_worker_is_killed_and_others_play_its_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_frozen_worker_is_killed_and_others_play_its_groups() -> None:
     """Its `collect` would never fail."""
-    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.05)
     made: list[Remote] = []
 
     async def spawn() -> Remote:
         made.append(Remote(MortalWorker(lambda task: False) if made else Mute()))
         return made[-1]
 
-    pool = EnvPool(spawn, 1)
-    await pool.start()
-    played = await asyncio.wait_for(pool.run(groups(1)[0]), 20)
-    await pool.stop()
-    assert reasons([played]) == [{StopReason.COMPLETED}]
+    async def play() -> EpisodeResult:
+        pool = EnvPool(spawn, 1)
+        await pool.start()
+        played = await asyncio.wait_for(pool.run(episode(0)), 2 * FROZEN_SECONDS)
+        await pool.stop()
+        return played
+
+    assert on_virtual_clock(play()).stop_reason is StopReason.COMPLETED
     assert [worker.killed for worker in made] == [True, False]
 
 
@@ -310,9 +335,9 @@ async def test_a_replacement_that_dies_before_it_is_ready_is_replaced_too() -> N
 
     pool = EnvPool(spawn, 1)
     await pool.start()
-    played = await asyncio.wait_for(pool.run(groups(1)[0]), 20)
+    played = await asyncio.wait_for(pool.run(episode(0)), 20)
     await pool.stop()
-    assert reasons([played]) == [{StopReason.COMPLETED}]
+    assert played.stop_reason is StopReason.COMPLETED
     assert len(made) == 4
 
 
@@ -328,16 +353,13 @@ async def test_replacements_that_only_die_end_the_run() -> None:
     pool = EnvPool(spawn, 1)
     await pool.start()
     with pytest.raises(RolloutFailed, match=f"{MAX_DEATHS} env workers died in a row"):
-        await asyncio.wait_for(pool.run(groups(1)[0]), 20)
+        await asyncio.wait_for(pool.run(episode(0)), 20)
     await pool.stop()
     assert len(made) == MAX_DEATHS
 
 
-async def test_a_replaced_worker_that_goes_on_stores_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replaced_worker_that_goes_on_stores_nothing() -> None:
     """Its trajectory would replace the one of which the driver has the rewards."""
-    monkeypatch.setattr(liveness, "POLL_SECONDS", 0.05)
     numbers: list[int] = []
 
     class Numbered(MortalWorker):
@@ -353,18 +375,192 @@ async def test_a_replaced_worker_that_goes_on_stores_nothing(
         return Remote((Numbered if numbers else Frozen)(lambda task: False))
 
     store, key = TrajectoryStore(), EpisodeKey(Stream.TRAIN, 0, 0)
+
+    async def play() -> dict[str, float]:
+        pool = EnvPool(spawn, 1)
+        await pool.start()
+        await pool.set_endpoints({}, [Remote(store)])
+        await asyncio.wait_for(pool.run(episode(0)), 2 * FROZEN_SECONDS)
+        await pool.stop()
+        late, rerun = (
+            Trajectory(key, "A", (), StopReason.COMPLETED, {"success": success})
+            for success in (0.0, 1.0)
+        )
+        await store.put(pack([rerun]), 2)
+        with pytest.raises(PermissionError, match="env worker 1 was replaced"):
+            await store.put(pack([late]), 1)
+        (kept,) = unpack(await store.get([key]))
+        return dict(kept.metrics)
+
+    assert on_virtual_clock(play()) == {"success": 1.0}
+    assert numbers == [1, 2]
+
+
+class Elastic:
+    """A pool whose workers play each episode until `release`, or at once."""
+
+    def __init__(self, workers: int, *, held: bool = False) -> None:
+        self.released = asyncio.Event()
+        if not held:
+            self.released.set()
+        self.workers: list[MortalWorker] = []
+        self.handles: list[Remote] = []
+        self.played: list[tuple[int, int]] = []
+        """Number of the worker and the group of each episode that began."""
+        self.pool = EnvPool(self._spawn, workers)
+
+    async def _spawn(self) -> Remote:
+        world, number = self, len(self.workers)
+
+        class Worker(MortalWorker):
+            async def _play_one(self, task: EpisodeTask) -> None:
+                world.played.append((number, task.key.group))
+                await world.released.wait()
+                await super()._play_one(task)
+
+        self.workers.append(Worker(lambda task: False))
+        self.handles.append(Remote(self.workers[-1]))
+        return self.handles[-1]
+
+    @property
+    def settled(self) -> bool:
+        pool = self.pool
+        sizes = (len(pool.workers), pool.joining, pool.leaving)
+        return sizes == (pool.count, 0, 0)
+
+
+async def test_a_worker_that_joins_gets_new_groups() -> None:
+    world = Elastic(1, held=True)
+    await world.pool.start()
+    first = [asyncio.create_task(world.pool.run(task)) for task in groups(3)]
+    await eventually_in_loop(lambda: len(world.played) == 6, 20, "they are played")
+    world.pool.resize(2)
+    assert world.pool.joining == 1
+    await eventually_in_loop(lambda: world.settled, 20, "it has joined")
+    second = [asyncio.create_task(world.pool.run(task)) for task in groups(5)[6:]]
+    await eventually_in_loop(lambda: len(world.played) == 10, 20, "all are played")
+    assert set(world.played[6:]) == {(1, 3), (1, 4)}
+    world.released.set()
+    assert reasons(await asyncio.gather(*first, *second)) == {StopReason.COMPLETED}
+    await world.pool.stop()
+
+
+async def test_a_worker_that_leaves_gets_no_new_group_and_ends_with_its_last() -> None:
+    world = Elastic(2, held=True)
+    await world.pool.start()
+    first = [asyncio.create_task(world.pool.run(task)) for task in groups(2)]
+    await eventually_in_loop(lambda: len(world.played) == 4, 20, "they are played")
+    world.pool.resize(1)
+    assert world.pool.leaving == 1
+    second = [asyncio.create_task(world.pool.run(task)) for task in groups(4)[4:]]
+    await eventually_in_loop(lambda: len(world.played) == 8, 20, "all are played")
+    assert {number for number, _ in world.played[4:]} == {0}
+    assert not world.handles[1].killed, "its episodes go on"
+    world.released.set()
+    assert reasons(await asyncio.gather(*first, *second)) == {StopReason.COMPLETED}
+    await eventually_in_loop(lambda: world.settled, 20, "it has left")
+    assert [handle.killed for handle in world.handles] == [False, True]
+    assert len(world.played) == 8, "no episode was played twice"
+    await world.pool.stop()
+
+
+async def test_others_play_the_groups_of_a_worker_that_takes_too_long_to_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(env_pool, "DRAIN_SECONDS", 0.01)
+    world = Elastic(2, held=True)
+    store = TrajectoryStore()
+    await world.pool.start()
+    await world.pool.set_endpoints({}, [Remote(store)])
+    playing = [asyncio.create_task(world.pool.run(task)) for task in groups(2)]
+    await eventually_in_loop(lambda: len(world.played) == 4, 20, "they are played")
+    world.pool.resize(1)
+    await eventually_in_loop(lambda: len(world.played) == 6, 20, "one is played again")
+    world.released.set()
+    assert reasons(await asyncio.gather(*playing)) == {StopReason.COMPLETED}
+    with pytest.raises(PermissionError):
+        await store.put(pack([]), 2)
+    await world.pool.stop()
+
+
+async def test_a_worker_that_dies_while_it_leaves_is_not_replaced() -> None:
+    world = Elastic(2, held=True)
+    await world.pool.start()
+    playing = [asyncio.create_task(world.pool.run(task)) for task in groups(2)]
+    await eventually_in_loop(lambda: len(world.played) == 4, 20, "they are played")
+    world.pool.resize(1)
+    world.workers[1].die()
+    world.released.set()
+    assert reasons(await asyncio.wait_for(asyncio.gather(*playing), 20)) == {StopReason.COMPLETED}
+    await eventually_in_loop(lambda: world.settled, 20, "one is left")
+    assert len(world.workers) == 2
+    await world.pool.stop()
+
+
+async def test_a_worker_without_a_pod_is_the_first_to_be_given_up() -> None:
+    given_up = asyncio.Event()
+
+    async def spawn() -> Remote:
+        if made:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                given_up.set()
+                raise
+        made.append(Remote(MortalWorker(lambda task: False)))
+        return made[-1]
+
+    made: list[Remote] = []
     pool = EnvPool(spawn, 1)
     await pool.start()
-    await pool.set_endpoints({}, [Remote(store)])
-    await asyncio.wait_for(pool.run(groups(1)[0]), 20)
+    pool.resize(2)
+    await asyncio.sleep(0)
+    pool.resize(1)
+    await asyncio.wait_for(given_up.wait(), 20)
+    assert (pool.joining, pool.leaving, made[0].killed) == (0, 0, False)
     await pool.stop()
-    assert numbers == [1, 2]
-    late, rerun = (
-        Trajectory(key, "A", (), StopReason.COMPLETED, {"success": success})
-        for success in (0.0, 1.0)
-    )
-    await store.put(pack([rerun]), 2)
-    with pytest.raises(PermissionError, match="env worker 1 was replaced"):
-        await store.put(pack([late]), 1)
-    (kept,) = unpack(await store.get([key]))
-    assert kept.metrics == {"success": 1.0}
+
+
+events = st.lists(
+    st.tuples(st.integers(0, 8), st.one_of(st.integers(1, 4), st.none())), max_size=20
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), events)
+def test_joins_leaves_and_deaths_at_any_time_lose_and_repeat_no_group(
+    count: int, script: list[tuple[int, int | None]]
+) -> None:
+    """`script`: after so many ticks, so many workers are wanted, or one dies if it is None."""
+
+    async def play() -> None:
+        world = Elastic(2)
+        deaths = 0
+        await world.pool.start()
+        playing = [asyncio.create_task(world.pool.run(task)) for task in groups(count)]
+        for ticks, wanted in script:
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            if wanted is not None:
+                world.pool.resize(wanted)
+            elif deaths < 2:  # three may have one culprit
+                deaths += 1
+                world.workers[-1].die()
+        played = await asyncio.wait_for(asyncio.gather(*playing), 20)
+        assert [each.key for each in played] == [task.key for task in groups(count)]
+        assert reasons(played) == {StopReason.COMPLETED}
+        await eventually_in_loop(lambda: world.settled, 20, "the wanted workers are there")
+        await world.pool.stop()
+        for handle in world.handles:
+            handle.kill()
+        await eventually_in_loop(
+            lambda: (
+                not [
+                    task for task in asyncio.all_tasks() if task.get_name().startswith("env-worker")
+                ]
+            ),
+            20,
+            "no task is left",
+        )
+
+    asyncio.run(play())

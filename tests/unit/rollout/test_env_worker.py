@@ -6,7 +6,6 @@ import asyncio
 import gc
 import io
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.request_port import Address
 from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
+from agenticrun_workers.pod_memory import PodMemory
 from agenticrun_workers.rollout import episode_runner
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import (
@@ -29,10 +29,10 @@ from agenticrun_workers.rollout.env_worker import (
     agent_limits,
     describe_envs,
 )
-from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupTask, VersionBounds
+from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, EpisodeTask, VersionBounds
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack, unpack
-from agenticrun_workers.types import StopReason, Stream, Trajectory, Turn
+from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from rollout_fakes import FakeEngine, Remote
 from tiny_runs import tiny_run
 from waiting import eventually_in_loop
@@ -134,22 +134,32 @@ class World:
         await pool.set_endpoints({"engine-0": Remote(self.engine)}, [Remote(self.store)])
         return pool
 
-    async def play(self, *tasks: GroupTask) -> list[EpisodeResult]:
+    async def play(self, *tasks: EpisodeTask) -> list[EpisodeResult]:
         pool = await self.pool()
         try:
-            played = await asyncio.wait_for(asyncio.gather(*(pool.run(task) for task in tasks)), 60)
+            return await played(pool, *tasks)
         finally:
             await pool.stop()
-        return [result for results in played for result in results]
 
 
-def task(stream: Stream = Stream.TRAIN, members: int = 2, **options: Any) -> GroupTask:
-    return GroupTask(stream, 0, "A", tuple(range(members)), **options)
+async def played(pool: EnvPool, *tasks: EpisodeTask) -> list[EpisodeResult]:
+    return await asyncio.wait_for(asyncio.gather(*map(pool.run, tasks)), 60)
+
+
+def episode(
+    member: int = 0, stream: Stream = Stream.TRAIN, group: int = 0, **options: Any
+) -> EpisodeTask:
+    return EpisodeTask(EpisodeKey(stream, group, member), "A", **options)
+
+
+def members(number: int = 2, stream: Stream = Stream.TRAIN, **options: Any) -> list[EpisodeTask]:
+    """The tasks of one group."""
+    return [episode(member, stream, **options) for member in range(number)]
 
 
 async def test_a_result_is_told_when_its_trajectory_lies_in_the_store(tmp_path: Path) -> None:
     world = World(pipeline(), tmp_path)
-    results = await world.play(task())
+    results = await world.play(*members())
     assert [(r.key.member, r.stop_reason, r.store) for r in results] == [
         (0, "max_turns", 0),
         (1, "max_turns", 0),
@@ -162,8 +172,8 @@ async def test_calls_that_overtake_each_other_change_nothing(tmp_path: Path) -> 
     world = World(pipeline(), tmp_path)
     newest = Endpoints(2, {"engine-0": Remote(world.engine)}, [Remote(world.store)])
     worker = await world.spawn()
-    playing = asyncio.create_task(worker.submit(pack([task()])))
-    await asyncio.sleep(0.01)
+    playing = asyncio.create_task(worker.submit(pack(members())))
+    await asyncio.sleep(0)
     assert not playing.done()
     await worker.set_endpoints(newest)
     await worker.set_endpoints(
@@ -183,7 +193,7 @@ async def test_what_goes_wrong_in_the_worker_itself_is_told_to_who_collects(tmp_
     await worker.set_endpoints(
         Endpoints(1, {"engine-0": Remote(world.engine)}, [Remote(BrokenStore())])
     )
-    await worker.submit(pack([task()]))
+    await worker.submit(pack(members()))
     with pytest.raises(OSError, match="no memory left"):
         await collected_for_ever(worker)
 
@@ -194,7 +204,7 @@ async def test_an_engine_that_cannot_be_listened_to_is_told_to_who_collects(tmp_
     await worker.set_endpoints(
         Endpoints(1, {"engine-0": Remote(Mumbling())}, [Remote(world.store)])
     )
-    await worker.submit(pack([task()]))
+    await worker.submit(pack(members()))
     with pytest.raises(TypeError, match="no address"):
         await collected_for_ever(worker)
 
@@ -227,7 +237,7 @@ async def test_a_transcript_shows_every_turn_as_the_policy_saw_it_of_the_first_m
 ) -> None:
     first, second = await World(
         pipeline({"agent": {"config": {"systemTemplate": ""}}}), tmp_path
-    ).play(task(transcript=True))
+    ).play(episode(0, transcript=True), episode(1))
     board = first.transcript.split("<|user|>")[1].split("<|end|>")[0]
     assert board.startswith("P")
     assert first.transcript == (
@@ -244,7 +254,7 @@ async def test_a_transcript_shows_every_turn_as_the_policy_saw_it_of_the_first_m
 
 async def test_frames_show_each_state_of_the_first_member(tmp_path: Path) -> None:
     first, second = await World(pipeline(), tmp_path, "Down").play(
-        task(frames=True, random_policy=True)
+        episode(0, frames=True, random_policy=True), episode(1, random_policy=True)
     )
     picture = Image.open(io.BytesIO(first.frames))
     assert picture.format == "GIF"
@@ -258,10 +268,10 @@ async def test_an_aborted_group_is_stopped_also_in_the_engine_and_its_tokens_cou
     world = World(pipeline(), tmp_path)
     world.engine.ignores = lambda request: request.request_id in ("train-0-1-2", "train-0-3-2")
     pool = await world.pool()
-    playing = [asyncio.create_task(pool.run(replace(task(), members=(m,)))) for m in range(4)]
+    playing = [asyncio.create_task(pool.run(each)) for each in members(4)]
     await asyncio.wait_for(asyncio.gather(playing[0], playing[2]), 60)
     pool.abort(0)
-    results = [r for each in await asyncio.wait_for(asyncio.gather(*playing), 60) for r in each]
+    results = await asyncio.wait_for(asyncio.gather(*playing), 60)
     assert [(r.key.member, r.stop_reason, r.response_tokens) for r in results] == [
         (0, "max_turns", 6),
         (1, "aborted", 2),
@@ -282,6 +292,11 @@ async def until_asked(engine: FakeEngine, *request_ids: str) -> None:
     )
 
 
+async def until_aborts_have_come(pool: EnvPool) -> None:
+    """Run another episode: the messages of a worker reach its engine in order."""
+    await played(pool, episode(stream=Stream.VALIDATION))
+
+
 async def test_training_episodes_with_tokens_that_are_too_old_are_stopped_and_run_again(
     tmp_path: Path,
 ) -> None:
@@ -289,11 +304,12 @@ async def test_training_episodes_with_tokens_that_are_too_old_are_stopped_and_ru
     slow = ("train-0-1-2", "train-0-2-1", "validation-0-0-1")
     world.engine.ignores = lambda request: request.request_id in slow
     pool = await world.pool()
-    training = asyncio.create_task(pool.run(task(members=3)))
-    validating = asyncio.create_task(pool.run(task(Stream.VALIDATION, members=1)))
+    training = [asyncio.create_task(pool.run(each)) for each in members(3)]
+    validating = asyncio.create_task(pool.run(episode(stream=Stream.VALIDATION)))
     await until_asked(world.engine, *slow)
+    await asyncio.wait_for(training[0], 60)
     pool.set_bounds(VersionBounds(oldest=1, newest=1))
-    results = await asyncio.wait_for(training, 60)
+    results = await asyncio.wait_for(asyncio.gather(*training), 60)
     assert [(r.key.member, r.stop_reason, r.response_tokens) for r in results] == [
         (0, "max_turns", 6),
         (1, "stale", 2),
@@ -302,11 +318,10 @@ async def test_training_episodes_with_tokens_that_are_too_old_are_stopped_and_ru
     await eventually_in_loop(lambda: len(world.engine.aborted) == 2, 60, "the engine hears of both")
     assert sorted(world.engine.aborted) == sorted(slow[:2])
     assert not validating.done()
-    again = asyncio.create_task(pool.run(GroupTask(Stream.TRAIN, 0, "A", (2,), attempt=1)))
+    again = asyncio.create_task(pool.run(episode(2, attempt=1)))
     await until_asked(world.engine, "train-0-2-try1-1")
-    assert [r.stop_reason for r in await asyncio.wait_for(again, 60)] == ["stale"], (
-        "the engine still samples with version 0"
-    )
+    stopped = await asyncio.wait_for(again, 60)
+    assert stopped.stop_reason == "stale", "the engine still samples with version 0"
     validating.cancel()
     await pool.stop()
 
@@ -315,7 +330,7 @@ async def test_an_answer_of_an_old_version_ends_its_episode(tmp_path: Path) -> N
     world = World(pipeline(), tmp_path)
     pool = await world.pool()
     pool.set_bounds(VersionBounds(oldest=1, newest=1))
-    results = await asyncio.wait_for(pool.run(task()), 60)
+    results = await played(pool, *members())
     assert [(r.stop_reason, r.response_tokens) for r in results] == [("stale", 2)] * 2
     await pool.stop()
 
@@ -325,12 +340,12 @@ async def test_an_episode_that_begins_before_its_worker_hears_of_new_weights_is_
 ) -> None:
     """Ray promises no order: a task may overtake the bounds that were sent before it."""
     world = World(pipeline(), tmp_path)
-    world.engine.ignores = lambda request: True
+    world.engine.ignores = lambda request: request.request_id == "train-0-0-1"
     pool = await world.pool()
-    training = asyncio.create_task(pool.run(task(members=1, engine_version=1)))
+    training = asyncio.create_task(pool.run(episode(engine_version=1)))
     await until_asked(world.engine, "train-0-0-1")
     pool.set_bounds(VersionBounds(oldest=1, newest=1))
-    await asyncio.sleep(0.1)
+    await until_aborts_have_come(pool)
     assert world.engine.aborted == []
     training.cancel()
     await pool.stop()
@@ -343,13 +358,14 @@ async def test_a_response_that_will_start_again_with_new_weights_is_not_too_old(
     world = World(pipeline(staleness=staleness), tmp_path)
     world.engine.ignores = lambda request: request.request_id == "train-0-0-1"
     pool = await world.pool()
-    training = asyncio.create_task(pool.run(task()))
-    await until_asked(world.engine, "train-0-0-1", "train-0-1-1")
+    waiting, other = (asyncio.create_task(pool.run(each)) for each in members())
+    await until_asked(world.engine, "train-0-0-1")
+    await asyncio.wait_for(other, 60)
     pool.set_bounds(VersionBounds(oldest=1, newest=1))
-    await asyncio.sleep(0.1)
+    await until_aborts_have_come(pool)
     assert world.engine.aborted == []
-    assert not training.done()
-    training.cancel()
+    assert not waiting.done()
+    waiting.cancel()
     await pool.stop()
 
 
@@ -359,8 +375,8 @@ async def test_the_judges_of_a_run_add_to_the_reward_of_its_policy_and_not_of_ra
     world = World(
         pipeline(rewards=[{"name": "kind", "type": f"{__name__}:two", "weight": 0.5}]), tmp_path
     )
-    judged = await world.play(task())
-    random = await world.play(task(stream=Stream.VALIDATION, random_policy=True))
+    judged = await world.play(*members())
+    random = await world.play(*members(stream=Stream.VALIDATION, random_policy=True))
     assert [r.rewards_K.tolist() for r in judged] == [[0.0, 0.0, 1.0]] * 2
     assert all(r.score in (0.0, 1.0) and "reward/kind" not in r.metrics for r in random)
 
@@ -373,7 +389,7 @@ async def test_an_agent_that_raises_costs_its_episode_and_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(pipeline({"agent": {"type": f"{__name__}:BrokenAgent"}}), tmp_path)
-    results = await world.play(task(members=6))
+    results = await world.play(*members(6))
     assert {(r.stop_reason, r.error) for r in results} == {("env_error", "RuntimeError: no idea")}
     assert len([record for record in caplog.records if "no idea" in record.getMessage()]) == 1
 
@@ -392,7 +408,11 @@ async def test_episodes_are_about_the_items_of_their_data_set(tmp_path: Path) ->
     env = {"type": f"{__name__}:Recall", "dataset": {"path": str(data)}, "maxTokensPerStep": 4}
     asked = pipeline(env, evalSteps=0)
     world = World(asked, tmp_path / "model", "3")
-    tasks = [GroupTask(Stream.TRAIN, group, "A", (0, 1), transcript=True) for group in range(9)]
+    tasks = [
+        episode(member, group=group, transcript=not member)
+        for group in range(9)
+        for member in range(2)
+    ]
     results = await world.play(*tasks)
     assert sorted(r.score for r in results) in ([0.0] * 16 + [1.0] * 2, [0.0] * 18)
     words = {r.transcript.split("<|user|>")[1][0] for r in results if r.transcript}
@@ -487,7 +507,7 @@ async def test_an_agent_that_returns_no_trajectory_costs_its_episode(
     world = World(
         pipeline({"agent": {"type": f"{__name__}:OddAgent", "config": {"does": does}}}), tmp_path
     )
-    assert {r.stop_reason for r in await world.play(task(members=3))} == {StopReason.ENV_ERROR}
+    assert {r.stop_reason for r in await world.play(*members(3))} == {StopReason.ENV_ERROR}
 
 
 class SingleUse(Recall):
@@ -501,7 +521,7 @@ class SingleUse(Recall):
 
 async def test_an_environment_that_is_not_reusable_is_made_for_each_episode(tmp_path: Path) -> None:
     world = World(pipeline({"type": f"{__name__}:SingleUse"}), tmp_path)
-    await world.play(task(members=5))
+    await world.play(*members(5))
     assert SingleUse.made == 6  # one to read its texts
 
 
@@ -510,7 +530,8 @@ async def test_isolated_environments_play_and_are_filmed_like_others(tmp_path: P
     for isolated in (False, True):
         world = World(pipeline({"isolated": isolated}), tmp_path / str(isolated), "Down")
         results[isolated] = await world.play(
-            task(members=3, random_policy=True, transcript=True, frames=True)
+            episode(0, random_policy=True, transcript=True, frames=True),
+            *(episode(member, random_policy=True) for member in (1, 2)),
         )
     assert [(r.stop_reason, r.transcript, r.frames) for r in results[True]] == [
         (r.stop_reason, r.transcript, r.frames) for r in results[False]
@@ -522,8 +543,8 @@ async def test_engines_are_asked_to_serve_earlier_batches_and_shorter_episodes_f
     tmp_path: Path,
 ) -> None:
     world = World(pipeline(), tmp_path)  # two groups a batch, three turns an episode
-    tasks = [replace(task(members=1), group=group) for group in (0, 1, 2)]
-    await world.play(*tasks, task(Stream.VALIDATION, members=1))
+    tasks = [episode(group=group) for group in (0, 1, 2)]
+    await world.play(*tasks, episode(stream=Stream.VALIDATION))
     ranks: dict[str, list[int]] = {}
     for request in world.engine.requests:
         ranks.setdefault(request.session.rpartition("/")[2], []).append(request.priority)
@@ -579,3 +600,30 @@ def test_an_environment_needs_no_instruction() -> None:
         evalSteps=0,
     )
     assert "" in describe_envs(run.spec.pipeline).texts
+
+
+async def test_a_worker_in_a_full_pod_runs_one_episode_at_a_time_and_says_how_long_others_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PodMemory, "limit", lambda _: 1000)
+    monkeypatch.setattr(PodMemory, "used", lambda _: 1000)
+    world = World(pipeline(), tmp_path)
+    world.engine.ignores = lambda request: request.request_id == "train-0-0-3"
+    pool = await world.pool()
+    playing = [asyncio.create_task(pool.run(each)) for each in members(3)]
+    await until_asked(world.engine, "train-0-0-3")
+    asked = {request.session.rpartition("/")[2] for request in world.engine.requests}
+    assert asked == {"train-0-0"}
+    world.engine.answer("train-0-0-3")
+    first, *others = await asyncio.wait_for(asyncio.gather(*playing), 60)
+    await pool.stop()
+    assert first.memory_wait == 0.0 < min(result.memory_wait for result in others)
+
+
+async def test_a_full_pod_gets_the_memory_of_idle_environments_back(tmp_path: Path) -> None:
+    world = World(pipeline(), tmp_path)
+    worker = await world.spawn()
+    envs = worker._runner.envs
+    envs.release("A", await envs.take("A"))
+    worker._make_room()
+    assert not envs._idle

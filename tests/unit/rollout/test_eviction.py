@@ -16,7 +16,7 @@ from agenticrun_workers.rollout.controller import (
 )
 from agenticrun_workers.rollout.eviction import MAX_FAILED, EnvBreaker
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, GroupTask
+from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, GroupPlan
 from agenticrun_workers.types import StopReason
 from rollout_fakes import FakeBackend
 
@@ -83,18 +83,19 @@ class Mixed:
             position=RolloutPosition(),
         )
 
-    def _fate(self, task: GroupTask, member: int) -> StopReason:
+    def _fate(self, task: EpisodeTask) -> StopReason:
         return StopReason.ENV_ERROR if task.tag in self.broken else StopReason.COMPLETED
 
     async def _discard(self, results: list[EpisodeResult]) -> None: ...
 
     async def step(self, version: int) -> tuple[Batch, Counter[str]]:
         """Return the batch, and the number of groups that were tried for it, by tag."""
-        tried = {task.group for task in self.backend.tasks}
+        tried = {task.key.group for task in self.backend.tasks}
         self.backend.version = version
         self.controller.advance(version, version)
         batch = await asyncio.wait_for(self.controller.batch(), 60)
-        new = {task.group: task.tag for task in self.backend.tasks if task.group not in tried}
+        tags = {task.key.group: task.tag for task in self.backend.tasks}
+        new = {group: tag for group, tag in tags.items() if group not in tried}
         return batch, Counter(new.values())
 
 
@@ -117,7 +118,7 @@ async def test_groups_keep_their_own_numbers_and_so_their_data_items() -> None:
     run = Mixed()
     for version in range(3):
         await run.step(version)
-    assert all(task.tag == "AB"[task.group % 2] for task in run.backend.tasks)
+    assert all(task.tag == "AB"[task.key.group % 2] for task in run.backend.tasks)
 
 
 async def test_a_deterministic_run_evicts_nothing() -> None:

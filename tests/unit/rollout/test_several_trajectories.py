@@ -28,8 +28,8 @@ from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.group_run import FinishedGroup, GroupRun
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
+    EpisodeTask,
     GroupPlan,
-    GroupTask,
     VersionBounds,
     as_episode,
 )
@@ -51,23 +51,22 @@ class Branching:
     def __init__(self, scores: Scores, broken: frozenset[tuple[int, int]] = frozenset()) -> None:
         self.scores = scores
         self.broken = broken
-        self.tasks: list[GroupTask] = []
+        self.tasks: list[EpisodeTask] = []
 
     def set_bounds(self, bounds: VersionBounds) -> None: ...
 
     def abort(self, group: int) -> None: ...
 
-    async def run(self, task: GroupTask) -> list[EpisodeResult]:
+    async def run(self, task: EpisodeTask) -> EpisodeResult:
         self.tasks.append(task)
-        return [
-            as_episode([self.trajectory(task, m, b) for b in range(len(self.scores[m]))])
-            for m in task.members
-        ]
+        branches = range(len(self.scores[task.key.member]))
+        return as_episode([self.trajectory(task, branch) for branch in branches])
 
-    def trajectory(self, task: GroupTask, member: int, branch: int) -> EpisodeResult:
+    def trajectory(self, task: EpisodeTask, branch: int) -> EpisodeResult:
+        group, member = task.key.group, task.key.member
         stop = StopReason.ENV_ERROR if (member, branch) in self.broken else StopReason.COMPLETED
         one = result(
-            task.group, member, stop=stop, score=self.scores[member][branch], attempt=task.attempt
+            group, member, stop=stop, score=self.scores[member][branch], attempt=task.attempt
         )
         return replace(one, key=replace(one.key, branch=branch))
 
@@ -144,7 +143,7 @@ def test_a_broken_trajectory_is_left_out_and_its_episode_is_not_played_again() -
 
 def test_an_episode_whose_trajectories_are_all_broken_is_played_again() -> None:
     found, backend = played([[1.0, 2.0], [4.0]], (0, 0), (0, 1))
-    assert [task.members for task in backend.tasks] == [(0,), (1,), (0,), (0,)]
+    assert [task.key.member for task in backend.tasks] == [0, 1, 0, 0]
     assert found.group is None
     assert len(found.untrainable) == 6
     assert [r.score for r in found.surplus] == [4.0]
@@ -224,7 +223,15 @@ async def _play(asked: Pipeline, folder: Path, store: TrajectoryStore) -> list[E
     await pool.set_endpoints({}, [Remote(store)])
     try:
         return await asyncio.wait_for(
-            pool.run(GroupTask(Stream.TRAIN, 0, "A", (0, 1), transcript=True)), 20
+            asyncio.gather(
+                *(
+                    pool.run(
+                        EpisodeTask(EpisodeKey(Stream.TRAIN, 0, member), "A", transcript=not member)
+                    )
+                    for member in range(2)
+                )
+            ),
+            20,
         )
     finally:
         await pool.stop()

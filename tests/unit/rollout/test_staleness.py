@@ -14,7 +14,7 @@ import pytest
 
 from agenticrun_workers.rollout.controller import Batch, RolloutController, RolloutPosition
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, GroupTask, VersionBounds
+from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, GroupPlan, VersionBounds
 from agenticrun_workers.types import EpisodeKey, StopReason
 from rollout_fakes import result
 from virtual_clock import on_virtual_clock
@@ -99,13 +99,10 @@ class Backend:
         loop = asyncio.get_running_loop()
         loop.call_later(self._world.rng.choice((0.0, 0.3)), self._aborted.update, running)
 
-    async def run(self, task: GroupTask) -> list[EpisodeResult]:
-        return list(await asyncio.gather(*(self._episode(task, m) for m in task.members)))
-
-    async def _episode(self, task: GroupTask, member: int) -> EpisodeResult:
-        world, key = self._world, task.key(member)
+    async def run(self, task: EpisodeTask) -> EpisodeResult:
+        world, key = self._world, task.key
         versions = world.tokens[key, task.attempt] = []
-        pause = world.seconds.of_episode(task.group, member) / 8
+        pause = world.seconds.of_episode(key.group, key.member) / 8
         stop = StopReason.COMPLETED
         self._running.add((key, task.attempt))
         for _ in range(4):
@@ -124,7 +121,12 @@ class Backend:
         if stop.trainable:
             world.stored[key] = task.attempt
         return result(
-            task.group, member, stop=stop, version=min(versions), attempt=task.attempt, tag=task.tag
+            key.group,
+            key.member,
+            stop=stop,
+            version=min(versions),
+            attempt=task.attempt,
+            tag=task.tag,
         )
 
 

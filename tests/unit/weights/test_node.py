@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,14 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.launch import ActorHandle, ActorOptions
+from agenticrun_workers.launch.in_process import InProcessLauncher
 from agenticrun_workers.storage import DamagedFile, Folder
+from agenticrun_workers.weights.buckets import Bucket, TensorSpec, buckets_of
 from agenticrun_workers.weights.node import (
     PREFIX,
+    NodeWeights,
     SharedFolder,
     publish_bucket,
     read_version,
     seal_version,
 )
+from agenticrun_workers.weights.sync import FileSync
 from waiting import eventually
 
 
@@ -90,3 +97,29 @@ def test_a_deleted_folder_is_gone_at_once_and_may_be_deleted_again() -> None:
     folder.delete()
     assert not folder.path.exists()
     folder.delete()
+
+
+async def test_a_node_without_room_ends_the_run_with_the_field_to_raise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From a constructor, the error would arrive as the death of the actor, and be retried."""
+
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    launcher = InProcessLauncher()
+    nodes: list[ActorHandle[NodeWeights]] = []
+
+    def spawn(node_id: str, run: str, buckets: tuple[Bucket, ...]) -> ActorHandle[NodeWeights]:
+        nodes.append(launcher.start(ActorOptions(max_concurrency=2), NodeWeights, run, buckets))
+        return nodes[-1]
+
+    sync = FileSync("run", [], "home", spawn, bucket_bytes=1, delta=False)
+    sync._buckets = buckets_of([TensorSpec("a", "F32", (4,))], 100)
+    try:
+        for place in ("home", "away"):
+            with pytest.raises(InvalidConfig, match="raise shmSize"):
+                await sync._nodes_of([place])
+    finally:
+        launcher.close()

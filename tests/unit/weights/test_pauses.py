@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.weights.buckets import WeightFile
-from agenticrun_workers.weights.sync import FileSync, busy_seconds, latest_start
+from agenticrun_workers.weights.load_starts import busy_seconds, latest_start
+from agenticrun_workers.weights.sync import FileSync
 from agenticrun_workers.weights.transports import Receiver, ReplayStream
 from virtual_clock import on_virtual_clock
 
@@ -104,7 +105,7 @@ def test_an_engine_begins_at_once_where_weights_arrive_fast() -> None:
 def test_an_engine_does_not_wait_for_more_than_the_last_file() -> None:
     async def slow_then_fast() -> tuple[float, float]:
         sync, receiver = file_sync(), Receiver(cast("Any", LoadingEngine()), "home")
-        sync._start_after["engine-0"] = 1000.0
+        sync._starts.seconds["engine-0"] = 1000.0
         began = asyncio.get_running_loop().time()
         files = ReplayStream([WeightFile("0", 0)])
         paused = await sync._load("engine-0", receiver, files)

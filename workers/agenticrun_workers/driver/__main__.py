@@ -93,8 +93,7 @@ def with_replicas(run: AgenticRun, replicas: str | None) -> AgenticRun:
         run: the run, as it was mounted when it was created.
         replicas: the value of `ENV_REPLICAS`; None if they are still the same.
     """
-    roles = run.spec.roles.with_replicas(json.loads(replicas or "{}"))
-    return run.model_copy(update={"spec": run.spec.model_copy(update={"roles": roles})})
+    return run.with_replicas(json.loads(replicas or "{}"))
 
 
 @contextmanager

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from agenticrun_api import AgenticRun, Pipeline, Role
+from agenticrun_api import AgenticRun, AgenticRunSpec, Pipeline, PoolStatus, Role
+from agenticrun_api.progress import MAX_VACANT_PODS
+from agenticrun_api.quantities import quantity
+from agenticrun_api.roles import ELASTIC
+from agenticrun_workers.driver.metrics import Metrics
 from agenticrun_workers.driver.trainer_group import TrainerGroup
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.pool import ColocatedSlot, EnginePool, colocated_slots
@@ -27,7 +31,7 @@ from agenticrun_workers.types import EpisodeKey
 from agenticrun_workers.weights.buckets import Bucket, MergePlan
 from agenticrun_workers.weights.node import AdapterNode, NodeWeights
 from agenticrun_workers.weights.sync import WeightSync
-from agenticrun_workers.weights.transports import NODE_CALLS
+from agenticrun_workers.weights.transports import NODE_CALLS, Transport
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +43,23 @@ MANY_CALLS = 10_000
 
 
 class RunActors:
-    """Starts and stops all actors of an attempt."""
+    """Starts and stops all actors of an attempt.
 
-    def __init__(self, run: AgenticRun, launcher: Launcher) -> None:
+    Args:
+        run: the run.
+        launcher: starts the actors.
+        on_change: called when engines or env workers join, die or leave.
+    """
+
+    def __init__(
+        self,
+        run: AgenticRun,
+        launcher: Launcher,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self._run = run
         self._launcher = launcher
+        self._on_change = on_change
         self._pipeline = run.spec.pipeline
         loop = asyncio.get_running_loop()
         self._texts: asyncio.Future[TokenizerCorpus] = loop.create_future()
@@ -58,11 +74,21 @@ class RunActors:
         self._actors: list[ActorHandle[object]] = []
         self.placements: list[Placement] = []
         """Placements of all actors, replaced ones included."""
+        self._places: dict[ActorHandle[Any], Placement] = {}
+        """The same of engines and env workers."""
+        self._fixed = _fixed_pools(run.spec)
         self.stores: list[ActorHandle[TrajectoryStore]] = []
+        self._spilled = (0, 0)
+        """Bytes and trajectories that stores had spilled at the last call of `store_metrics`."""
         self.engines = EnginePool(
             self._spawn_engine, self._count(Role.INFERENCE), self._engines_changed
         )
-        self.envs = EnvPool(self._spawn_env_worker, self._count(Role.ENV))
+        self.envs = EnvPool(
+            self._spawn_env_worker,
+            self._count(Role.ENV),
+            node_of=lambda worker: self._places[worker].node_id,
+            on_change=on_change,
+        )
 
     async def start(self) -> None:
         """Start all actors.
@@ -93,6 +119,58 @@ class RunActors:
         workers = {f"env worker {number}": actor for number, actor in self.envs.workers.items()}
         return {**self._ranks, **self.engines.engines, **workers}
 
+    def resize(self, replicas: Mapping[Role, int]) -> None:
+        """Follow other numbers of pods, by role, in the background.
+
+        Roles that cannot change while they run keep theirs; `pools` says why.
+        """
+        for role, pool in self._pools.items():
+            if role in replicas and not self._fixed.get(role):
+                self._run = self._run.with_replicas({role.value: replicas[role]})
+                pool.resize(self._count(role))
+
+    @property
+    def pools(self) -> dict[Role, PoolStatus]:
+        """The engines and env workers of now, by the role of their pods."""
+        live: dict[Role, Collection[ActorHandle[Any]]] = {
+            Role.INFERENCE: self.engines.engines.values(),
+            Role.ENV: self.envs.workers.values(),
+        }
+        return {
+            role: PoolStatus(
+                replicas=self._run.spec.roles.replicas(role),
+                serving=len(live[role]),
+                joining=pool.joining,
+                leaving=pool.leaving,
+                vacant=self._vacant(role, live[role]),
+                fixed=self._fixed.get(role, ""),
+            )
+            for role, pool in self._pools.items()
+        }
+
+    @property
+    def sizes(self) -> Metrics:
+        """Return the numbers of engines and env workers at work, as metrics."""
+        return {
+            "system/engines": float(len(self.engines.engines)),
+            "system/env_workers": float(len(self.envs.workers)),
+        }
+
+    @property
+    def _pools(self) -> dict[Role, EnginePool | EnvPool]:
+        """The pools with pods of their own."""
+        pools: dict[Role, EnginePool | EnvPool] = {
+            Role.INFERENCE: self.engines,
+            Role.ENV: self.envs,
+        }
+        return {role: pool for role, pool in pools.items() if self._run.spec.roles.has(role)}
+
+    def _vacant(self, role: Role, live: Collection[ActorHandle[Any]]) -> list[str]:
+        """Return the pods where actors of a role have run and none runs now, the newest last."""
+        used = {self._places[actor].pod for actor in live}
+        known = dict.fromkeys(each.pod for each in self._places.values() if each.role is role)
+        return [pod for pod in known if pod not in used][-MAX_VACANT_PODS:]
+
     async def discard(self, results: list[EpisodeResult]) -> None:
         """Delete these trajectories from the stores."""
         by_store: dict[int, list[EpisodeKey]] = {}
@@ -105,6 +183,20 @@ class RunActors:
                 for store, keys in by_store.items()
             )
         )
+
+    async def store_metrics(self) -> Metrics:
+        """Return what the stores have in memory, and what they spilled since the last call."""
+        uses = await asyncio.gather(
+            *(store.call(lambda keeper: keeper.use()) for store in self.stores)
+        )
+        nbytes = sum(use.spilled_bytes for use in uses)
+        trajectories = sum(use.spilled_trajectories for use in uses)
+        (nbytes_before, trajectories_before), self._spilled = self._spilled, (nbytes, trajectories)
+        return {
+            "rollout/store_bytes": float(sum(use.memory_bytes for use in uses)),
+            "rollout/spilled_bytes": float(nbytes - nbytes_before),
+            "rollout/spilled_trajectories": float(trajectories - trajectories_before),
+        }
 
     async def stop(self) -> None:
         """End all actors, after a failed `start` too."""
@@ -159,7 +251,7 @@ class RunActors:
         """
         spec = self._run.spec
         pods = spec.engine_role if role is Role.INFERENCE else role
-        return max(1, int(cpus(spec.roles.of(pods).cpus)) // spec.actors_per_pod(pods)[role])
+        return max(1, int(quantity(spec.roles.of(pods).cpus)) // spec.actors_per_pod(pods)[role])
 
     def _check(self, placement: Placement) -> Placement:
         """Note where an actor runs.
@@ -319,7 +411,7 @@ class RunActors:
     async def _start_engine(
         self, actor: ActorHandle[EngineActor], shared: ColocatedSlot | None
     ) -> None:
-        self._check(await actor.call(lambda engine: engine.placement()))
+        self._places[actor] = self._check(await actor.call(lambda engine: engine.placement()))
         if shared:
             gpus = shared.gpus
             await actor.call(lambda engine: engine.use_gpus(gpus))
@@ -349,7 +441,7 @@ class RunActors:
         options = replace(self._options(Role.ENV), max_concurrency=MANY_CALLS)
         actor = self._start(options, EnvWorker, name, self._pipeline)
         try:
-            self._check(await actor.call(lambda worker: worker.placement()))
+            self._places[actor] = self._check(await actor.call(lambda worker: worker.placement()))
             texts = await actor.call(lambda worker: worker.describe())
             if not self._texts.done():
                 self._texts.set_result(texts)
@@ -370,7 +462,7 @@ class RunActors:
     ) -> ActorHandle[AdapterNode]:
         """Spawn the node's LoRA merger. It may use all CPUs of the pod: the engines wait for it."""
         spec = self._run.spec
-        threads = max(1, int(cpus(spec.roles.of(spec.engine_role).cpus)))
+        threads = max(1, int(quantity(spec.roles.of(spec.engine_role).cpus)))
         return self._start(
             _memory_of(node_id),
             AdapterNode,
@@ -383,12 +475,17 @@ class RunActors:
         )
 
     async def _engines_changed(self, engines: dict[str, ActorHandle[EngineActor]]) -> None:
-        await self.envs.set_endpoints(engines, self.stores)
+        await self.envs.set_endpoints(engines, self.stores, self.engines.retired)
+        self._on_change()
 
 
-def cpus(quantity: str) -> float:
-    """Parse a CPU quantity of Kubernetes: `500m` -> 0.5, `2` -> 2.0."""
-    return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
+def _fixed_pools(spec: AgenticRunSpec) -> dict[Role, str]:
+    """Return the roles with a number of actors that cannot change while they run, and why."""
+    if spec.pipeline.deterministic:
+        return dict.fromkeys(ELASTIC, "a deterministic run has one set of processes from its start")
+    if spec.pipeline.weight_sync.transport == Transport.BROADCAST.value:
+        return {Role.INFERENCE: "engines of weightSync.transport Broadcast form one group"}
+    return {}
 
 
 def _memory_of(node_id: str) -> ActorOptions:
@@ -397,5 +494,6 @@ def _memory_of(node_id: str) -> ActorOptions:
 
 async def _until_death(store: ActorHandle[TrajectoryStore]) -> None:
     """Raise `ActorDied` when a store dies. It takes trajectories along that the run counts on."""
+    await store.call(lambda keeper: keeper.health())  # it may take any time to start
     while True:
         await store.poll(lambda keeper: keeper.health())

@@ -30,7 +30,7 @@ from agenticrun_workers.rollout.controller import RolloutController
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import GroupPlan
 from agenticrun_workers.rollout.recording import record_or_replay
-from agenticrun_workers.tracing import GROUPS_RUNNING
+from agenticrun_workers.tracing import EPISODES_RUNNING
 
 log = logging.getLogger(__name__)
 
@@ -106,9 +106,11 @@ class AttemptRunner:
             if self.checkpoints
             else None
         )
-        actors = RunActors(self.run, self.launcher)
+        actors = RunActors(self.run, self.launcher, on_change=self.requests.changed.set)
+        following: asyncio.Task[None] | None = None
         try:
             await self.requests.unless_stopped(actors.start())
+            following = asyncio.create_task(_follow_replicas(actors, self.requests, progress))
             restored = (
                 await store.restore(
                     self.resume, actors.trainers.loaders, restarted=self.attempt.number > 1
@@ -138,7 +140,7 @@ class AttemptRunner:
                 self.output,
                 self.run.metadata.name,
                 lambda: actors.traced,
-                lambda: {GROUPS_RUNNING: actors.envs.running},
+                lambda: {EPISODES_RUNNING: actors.envs.running},
             )
             parts = LoopParts(
                 pipeline=spec.pipeline,
@@ -153,6 +155,7 @@ class AttemptRunner:
                 ),
                 warmup=Warmup(actors.envs, actors.trainers, spec.pipeline, actors.discard),
                 discard=actors.discard,
+                store_metrics=actors.store_metrics,
                 checkpoints=store,
                 trackers=trackers,
                 samples=samples,
@@ -161,7 +164,8 @@ class AttemptRunner:
                 idle_seconds=lambda: actors.envs.idle_seconds,
                 devices=SharedDevices(actors.trainers, actors.engines) if spec.colocated else None,
                 restarted=self.attempt.number > 1,
-                failures=actors.failures,
+                failures=[*actors.failures, following],
+                sizes=lambda: actors.sizes,
                 trace=trace,
             )
             loop = Loop(parts, state)
@@ -174,8 +178,22 @@ class AttemptRunner:
                 for tracker in trackers:
                     await asyncio.to_thread(tracker.close)
         finally:
+            if following is not None:
+                following.cancel()
             await actors.stop()
         return summary(progress.step, loop)
+
+
+async def _follow_replicas(
+    actors: RunActors, requests: Requests, progress: ProgressReporter
+) -> None:
+    """Keep as many engines and env workers as the operator has asked for last, and report them."""
+    while True:
+        requests.changed.clear()
+        if requests.config is not None:
+            actors.resize(requests.config.replicas)
+        progress.pools(actors.pools)
+        await requests.changed.wait()
 
 
 async def fail_early(sink: ProgressSink, attempt: AttemptId, error: Exception) -> FinalReport:

@@ -27,23 +27,26 @@ class EngineTime:
         env           episodes in flight, and no request: environments, agents or judges are at it
         lost          no engine: it died or did not answer, or its replacement was starting
 
-    The whole is the largest number of seats that were ever there at once. An engine counts between
+    The whole is the seats of as many engines as are wanted, there or not. An engine counts between
     two readings that it answered, and a new one for as long as it computed.
 
     Args:
         stats: reads the statistics of the engines that answer.
         idle_seconds: returns the time so far without an episode in flight.
+        count: returns the number of engines that are wanted.
     """
 
     def __init__(
         self,
         stats: Callable[[], Awaitable[Mapping[str, EngineStats]]],
         idle_seconds: Callable[[], float],
+        count: Callable[[], int],
     ) -> None:
         self._stats = stats
         self._idle_seconds = idle_seconds
+        self._count = count
         self._seats = 0
-        """The largest number of seats in one reading."""
+        """Seats of the wanted engines at the last call of `metrics`."""
         self._newest: dict[str, tuple[float, EngineStats]] = {}
         """The last answer of each engine, and when it came; engines that are gone included."""
         self._told: dict[str, tuple[float, EngineStats]] = {}
@@ -75,9 +78,13 @@ class EngineTime:
             self._used += min(stats.seat_seconds - before.seat_seconds, stats.seats * there)
             self._aborted_tokens += stats.aborted_tokens - before.aborted_tokens
         self._newest |= {engine: (now, stats) for engine, stats in answers.items()}
-        self._seats = max(self._seats, sum(stats.seats for stats in answers.values()))
         self._read_at = now
         return answers
+
+    def _wanted_seats(self) -> int:
+        """Return the seats of the largest engines so far, as many as are wanted."""
+        known = sorted((stats.seats for _, stats in self._newest.values()), reverse=True)
+        return sum(known[: self._count()])
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
@@ -98,7 +105,9 @@ class EngineTime:
         found = engine_metrics(
             before, answers, {engine: since.get(engine, seconds) for engine in answers}
         )
-        if whole := self._seats * seconds:
+        seats_before, self._seats = self._seats, self._wanted_seats()
+        # Some of those that leave may have computed until a moment ago.
+        if whole := max(seats_before, self._seats) * seconds:
             there, busy = min(self._there / whole, 1.0), self._busy / whole
             weights = min(self._sync_idle / whole, there - busy)
             without = self._idle_seconds() - self._idle_then - self._sync_without_episodes

@@ -19,8 +19,13 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import Launcher
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.rollout.env_pool import RolloutBackend
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, every_trajectory, tag_cycle
-from agenticrun_workers.types import Stream
+from agenticrun_workers.rollout.groups import (
+    EpisodeResult,
+    EpisodeTask,
+    every_trajectory,
+    tag_cycle,
+)
+from agenticrun_workers.types import EpisodeKey, Stream
 
 
 class Validator:
@@ -72,22 +77,23 @@ class Validator:
         envs = self._pipeline.val_envs
         assert envs is not None
         tags = tag_cycle(envs.shares())
-        members = tuple(range(envs.group_size))
         running = asyncio.Semaphore(envs.groups)
 
         async def play(group: int) -> list[EpisodeResult]:
-            shown = group < self._transcripts and not random_policy
-            task = GroupTask(
-                Stream.VALIDATION,
-                group,
+            async with running:
+                return await asyncio.gather(
+                    *(self._backend.run(task(group, member)) for member in range(envs.group_size))
+                )
+
+        def task(group: int, member: int) -> EpisodeTask:
+            shown = group < self._transcripts and member == 0 and not random_policy
+            return EpisodeTask(
+                EpisodeKey(Stream.VALIDATION, group, member),
                 tags[group % len(tags)],
-                members,
                 random_policy=random_policy,
                 transcript=shown,
                 frames=shown and self._frames,
             )
-            async with running:
-                return await self._backend.run(task)
 
         groups = range(self._pipeline.val_batch_size // envs.group_size)
         return [
@@ -289,13 +295,13 @@ class _PlayingActors(RunActors):
 
 @dataclass
 class _Counted:
-    """Report the progress of an evaluation while `backend` runs its groups."""
+    """Report the progress of an evaluation while `backend` runs its episodes."""
 
     backend: RolloutBackend
     progressed: Progressed
 
-    async def run(self, task: GroupTask) -> list[EpisodeResult]:
+    async def run(self, task: EpisodeTask) -> EpisodeResult:
         """See `RolloutBackend`."""
-        results = await self.backend.run(task)
-        self.progressed(len(results))
-        return results
+        result = await self.backend.run(task)
+        self.progressed(1)
+        return result

@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -105,18 +105,27 @@ def run_locally(
     actors = threads_of_this_process(logs) if in_process else embedded_ray(run, logs)
     with _log_file(output / "run.log"), actors as launcher:
         if not in_process:
-            here = ray.cluster_resources()  # type: ignore[no-untyped-call]  # Ray is not typed
-            check_gpus(run, int(here.get("GPU", 0)))
+            check_gpus(run, {*run.spec.roles.workers, run.spec.engine_role}, gpus_here())
         with display:
             return asyncio.run(_train(run, output, display, launcher, code))
 
 
-def check_gpus(run: AgenticRun, available: int) -> None:
-    """Raise `InvalidConfig` if the run asks for more GPUs than there are: Ray would wait."""
+def gpus_here() -> int:
+    """Return the number of GPUs that Ray has found on this machine."""
+    return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+
+
+def check_gpus(run: AgenticRun, pods: Collection[Role], available: int) -> None:
+    """Raise `InvalidConfig` if pods ask for more GPUs than there are: Ray would wait.
+
+    Args:
+        pods: roles of the pods that are needed.
+        available: number of GPUs of this machine.
+    """
     roles = run.spec.roles
     asked = {
         role.value: roles.replicas(role) * roles.of(role).gpus
-        for role in sorted({*roles.workers, run.spec.engine_role})
+        for role in sorted(pods)
         if roles.of(role).gpus
     }
     if sum(asked.values()) <= available:
@@ -126,8 +135,8 @@ def check_gpus(run: AgenticRun, available: int) -> None:
         f"spec.roles.{next(iter(asked))}.gpus",
         f"the run asks for {sum(asked.values())} GPUs "
         f"({', '.join(f'{role} {gpus}' for role, gpus in asked.items())}), and this machine has "
-        f"{available}: apply it to a cluster that has them, or train a small model on CPUs with "
-        f"{on_cpus}",
+        f"{available}: use a cluster or machine that has them, or take CPUs for a small model "
+        f"with {on_cpus}",
     )
 
 

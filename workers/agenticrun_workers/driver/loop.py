@@ -89,6 +89,9 @@ class Rollout(Protocol):
 class Engines(Protocol):
     """The inference engines, as the loop uses them; see `EnginePool`."""
 
+    @property
+    def count(self) -> int: ...
+
     async def update_weights(
         self,
         weights: WeightSync,
@@ -110,6 +113,8 @@ class LoopParts:
     validator: Validator
     warmup: Warmup
     discard: Discard
+    store_metrics: Callable[[], Awaitable[Metrics]]
+    """Returns what the trajectory stores have in memory, and what they spilled since."""
     checkpoints: CheckpointStore | None
     trackers: list[Tracker]
     samples: SampleWriter
@@ -117,6 +122,8 @@ class LoopParts:
     requests: Requests
     idle_seconds: Callable[[], float]
     """Returns the time so far without an episode in flight."""
+    sizes: Callable[[], Metrics] = dict
+    """Returns the numbers of engines and env workers."""
     devices: SharedDevices | None = None
     """Set where engines and trainers use the same GPUs in turn."""
     restarted: bool = False
@@ -154,7 +161,9 @@ class Loop:
         """The policy version of the engines; None before the first sync of this attempt."""
         self._sync: SyncReport | None = None
         """The weight sync of this step, if it had one."""
-        self._engine_time = EngineTime(parts.engines.stats, parts.idle_seconds)
+        self._engine_time = EngineTime(
+            parts.engines.stats, parts.idle_seconds, lambda: parts.engines.count
+        )
         self.early_end: str | None = None
         """Why there are fewer steps than `maxSteps`, if there are."""
         self.evicted = ""
@@ -348,7 +357,7 @@ class Loop:
             metrics["system/handovers"] = float(self._parts.devices.handovers)
         self._sync = None
         metrics["rollout/aborted_tokens"] += engines.pop("rollout/aborted_tokens")
-        metrics |= engines
+        metrics |= engines | self._parts.sizes() | await self._parts.store_metrics()
         for name in TRACED_METRICS:
             count(name, metrics[name])
         watched = self._guards.observe(metrics)

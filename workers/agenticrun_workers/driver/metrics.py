@@ -38,6 +38,9 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
         **_success("rollout/success/mean", results),
         "rollout/discarded": float(len(batch.counts.untrainable)),
         "rollout/queue_depth": float(batch.queue_depth),
+        "rollout/memory_wait_seconds": sum(
+            result.memory_wait for result in (*results, *batch.counts.untrainable, *stale)
+        ),
         **_ages(results, version),
         "rollout/aborted_tokens": float(batch.counts.aborted_tokens),
         "rollout/stale": float(len(batch.counts.stale_episodes)),

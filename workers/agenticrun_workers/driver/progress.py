@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from agenticrun_api import Activity, Commands, FinalReport, LiveConfig, Progress
+from agenticrun_api import Activity, Commands, FinalReport, LiveConfig, PoolStatus, Progress, Role
 from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS, CheckpointStatus
 from agenticrun_api.version import __version__
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
@@ -70,6 +70,11 @@ class ProgressReporter:
     def configured(self, config: LiveConfig) -> None:
         """Report the settings that are used from now on."""
         self._change(max_steps=config.max_steps, observed_generation=config.generation)
+
+    def pools(self, pools: Mapping[Role, PoolStatus]) -> None:
+        """Report the engines and env workers, if they have changed."""
+        if pools != self._progress.pools:
+            self._change(pools=dict(pools))
 
     def activity(self, activity: Activity, message: str = "") -> None:
         """Report what the run is doing."""
@@ -193,6 +198,8 @@ class Requests:
         self._checkpoint_wanted = False
         self.config: LiveConfig | None = None
         """The newest settings, if the operator sent any."""
+        self.changed = asyncio.Event()
+        """Set when other settings have come or, by `RunActors`, when actors join, die or leave."""
 
     def apply(self, commands: Commands) -> None:
         """Take the commands in an answer of the reporter.
@@ -205,7 +212,9 @@ class Requests:
         if self._checkpoints_seen is not None and commands.checkpoint > self._checkpoints_seen:
             self.ask_checkpoint()
         self._checkpoints_seen = commands.checkpoint
-        self.config = commands.config
+        if commands.config != self.config:
+            self.config = commands.config
+            self.changed.set()
 
     def ask_checkpoint(self) -> None:
         """Request a checkpoint after the current step."""

@@ -14,9 +14,14 @@ from agenticrun_workers.driver.trainer_group import TrainerGroup, balance
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.controller import Discard
 from agenticrun_workers.rollout.env_pool import RolloutBackend
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, every_trajectory, tag_cycle
+from agenticrun_workers.rollout.groups import (
+    EpisodeResult,
+    EpisodeTask,
+    every_trajectory,
+    tag_cycle,
+)
 from agenticrun_workers.trainer.rank import Metrics
-from agenticrun_workers.types import Stream
+from agenticrun_workers.types import EpisodeKey, Stream
 
 CHUNK_STEPS = 25
 """Steps whose episodes are played together: no policy is needed, and large calls are cheaper."""
@@ -75,12 +80,11 @@ class Warmup:
 
     async def _play(self, groups: range) -> list[EpisodeResult]:
         """Return one result per group, in order."""
-        played = await asyncio.gather(*(self._backend.run(self._task(group)) for group in groups))
-        return [result for results in played for result in results]
+        return await asyncio.gather(*(self._backend.run(self._task(group)) for group in groups))
 
-    def _task(self, group: int) -> GroupTask:
+    def _task(self, group: int) -> EpisodeTask:
         shown = self._pipeline.warmup is not None and self._pipeline.warmup.source == "Dataset"
         tag = self._tags[group % len(self._tags)]
-        return GroupTask(
-            Stream.WARMUP, group, tag, (0,), random_policy=not shown, demonstration=shown
+        return EpisodeTask(
+            EpisodeKey(Stream.WARMUP, group, 0), tag, random_policy=not shown, demonstration=shown
         )

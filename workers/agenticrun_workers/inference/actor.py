@@ -13,6 +13,7 @@ from agenticrun_api import Pipeline, Role
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.engine import (
     ABORTED_UNSAMPLED,
+    STEP_SECONDS,
     EngineError,
     EngineStartError,
     EngineStats,
@@ -291,11 +292,14 @@ class EngineActor(Traced):
     async def _watch(self) -> None:
         """Poll the engine until it fails, because one that is frozen fails no request."""
         told = ""
+        pace = Pace()
         while not self._broken.done():
             await asyncio.sleep(POLL_SECONDS)
             try:
                 await self._engine.check_health()
-                self._port.seats = self._engine.stats().seats
+                stats = self._engine.stats()
+                self._port.seats = stats.seats
+                pace.check(stats)
             except EngineError as error:
                 self._record_failure(error)
             except Exception as error:
@@ -319,6 +323,48 @@ class EngineActor(Traced):
             and not self._broken.done()
         ):
             self._broken.set_exception(error)
+
+
+MIN_TOKENS = 30
+"""Tokens that an engine with requests has to compute in `STEP_SECONDS`: one in ten seconds."""
+MIN_PREFILL = 10.0
+"""Tokens of prompts, computed at once, that an engine has to compute per second."""
+
+
+class Pace:
+    """Tells an engine that computes, however slowly, from one that only answers polls.
+
+    Counts the polls at which the engine has requests, from one at which it has computed another
+    `MIN_TOKENS` to the next. Why tokens of all requests together: one step per minute is slow for
+    a request alone, but may be the best that a CPU can do for a full batch.
+    """
+
+    def __init__(self) -> None:
+        self._polls = 0
+        self._computed = 0
+
+    def check(self, stats: EngineStats) -> None:
+        """Take the statistics of the next poll.
+
+        Raises:
+            EngineError: the engine is stuck, or so slow that no episode would end.
+        """
+        requests = stats.running + stats.waiting
+        if stats.computed_tokens is None or stats.held or not requests:
+            return
+        computed = stats.computed_tokens - self._computed
+        if computed >= MIN_TOKENS:
+            self._polls, self._computed = 0, stats.computed_tokens
+            return
+        self._polls += 1
+        seconds = self._polls * POLL_SECONDS
+        if seconds >= STEP_SECONDS + stats.prefilling / MIN_PREFILL:
+            raise EngineError(
+                f"the engine answers polls, but has computed {computed} tokens in {seconds:.0f} s "
+                f"(requests in flight: {requests}): it is stuck. Its log, or the kernel's (dmesg: "
+                "Xid, a fault of a GPU), says more. If it only is that slow: raise "
+                "roles.inference.cpus or gpus, or take a smaller model"
+            )
 
 
 class IncomingWeights:

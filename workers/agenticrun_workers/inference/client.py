@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -148,10 +148,19 @@ class GenerationClient:
         self._unsent: list[_Waiting] = []
         self._flush_planned = False
 
-    def set_engines(self, engines: Mapping[str, ActorHandle[RequestServer]]) -> None:
-        """Use exactly these engine actors, by id, from now on. Requests of others move to them."""
+    def set_engines(
+        self,
+        engines: Mapping[str, ActorHandle[RequestServer]],
+        retired: Collection[str] = (),
+    ) -> None:
+        """Use exactly these engine actors, by id, from now on. Requests of others move to them.
+
+        Args:
+            engines: the engines.
+            retired: engines that have left alive. The others that are gone have died.
+        """
         for engine_id in set(self._links) - set(engines):
-            self._drop(self._links[engine_id])
+            self._drop(self._links[engine_id], died=engine_id not in retired)
         for engine_id, handle in engines.items():
             if engine_id not in self._links:
                 link = self._links[engine_id] = _EngineLink(engine_id, handle)
@@ -269,14 +278,14 @@ class GenerationClient:
             link.interrupted = list(link.in_flight.values())
             frames.close()
 
-    def _drop(self, link: _EngineLink) -> None:
-        """Forget a dead engine. Fail the requests of which too many engines have died."""
+    def _drop(self, link: _EngineLink, *, died: bool = True) -> None:
+        """Forget an engine that is gone. Fail the requests of which too many engines have died."""
         del self._links[link.engine_id]
         if link.listener is not None and link.listener is not asyncio.current_task():
             link.listener.cancel()
         sent = link.interrupted if link.frames is None else list(link.in_flight.values())
         self._withdraw(link)
-        for waiting in sent:
+        for waiting in sent if died else ():
             waiting.lost_engines += 1
             if waiting.lost_engines >= MAX_LOST_ENGINES and not waiting.done.done():
                 self._abort(waiting)

@@ -25,6 +25,14 @@ ABORTED_UNSAMPLED = Generation(
 """The result of a request that is aborted before its first token is sampled."""
 
 
+STEP_SECONDS = 300.0
+"""Longest time that an engine may need for one step. A first step may compile.
+
+The limits of SGLang (`watchdog_timeout`) and vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`) are the
+same.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Load of one engine, as it reports it. Counters only grow."""
@@ -45,6 +53,14 @@ class EngineStats:
     kv_used: float = 0.0
     """Sum over polls (`check_health`) of the share of the KV cache that is in use."""
     kv_polls: int = 0
+    computed_tokens: int | None = None
+    """Tokens of prompts and responses computed so far, those of requests in flight included. It may
+    count some twice: it is for telling an engine that computes from one that is stuck. None: the
+    engine does not know."""
+    prefilling: int = 0
+    """Tokens in computation that `computed_tokens` will count all at once, in the end."""
+    held: bool = False
+    """It computes nothing on purpose: it is paused, sleeps, or waits for weights."""
 
 
 class LoadMeter:
@@ -62,6 +78,8 @@ class LoadMeter:
         self._running = 0
         self._held = False
         self._unreadable = False
+        self._kv_tokens: int | None = None
+        self._kv_growth = 0
         self._changed = time.perf_counter()
         self._busy_seconds = self._seat_seconds = 0.0
 
@@ -113,6 +131,21 @@ class LoadMeter:
         """Record the share of the KV cache that is in use now."""
         self.kv_used += share
         self.kv_polls += 1
+
+    def poll_kv_tokens(self, tokens: int) -> None:
+        """Record the number of tokens in the KV cache. Each that is added was computed."""
+        self._kv_growth += max(0, tokens - (self._kv_tokens or 0))
+        self._kv_tokens = tokens
+
+    def computed(self, counted: int) -> int | None:
+        """Return `EngineStats.computed_tokens`; None before the first poll, or if one failed.
+
+        Args:
+            counted: tokens that the engine has counted otherwise.
+        """
+        if self._unreadable or self._kv_tokens is None:
+            return None
+        return counted + self._kv_growth
 
     def _count(self) -> None:
         """Add the time since the last change."""

@@ -9,12 +9,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.inference.engine import EngineStats
 from agenticrun_workers.launch import ActorDied, ActorHandle
-from agenticrun_workers.placement import Placement
+from agenticrun_workers.placement import Placement, emptying_nodes
 from agenticrun_workers.weights.sync import Receiver, SyncReport, WeightSync
 
 if TYPE_CHECKING:
@@ -56,10 +57,22 @@ def colocated_slots(trainers: Sequence[Placement], ranks_per_engine: int) -> lis
     ]
 
 
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A place for one engine, as long as the pool has it: engines that die here are replaced."""
+
+    number: int
+    engine_id: str = ""
+    """The engine that serves here; empty while one starts."""
+    keeper: asyncio.Task[None] | None = None
+    """Starts the engine here, or watches the one that serves."""
+
+
 class EnginePool:
     """Engines with the current weights.
 
-    An engine that dies is replaced. Its replacement gets the weights before it serves.
+    An engine that dies is replaced. One that joins, as a replacement or after `resize`, gets the
+    weights before it serves.
 
     Args:
         spawn: starts an engine actor with the model's first weights. Arguments: its id and the
@@ -77,23 +90,58 @@ class EnginePool:
         self._spawn = spawn
         self._count = count
         self._on_change = on_change
+        self._slots: list[_Slot] = []
+        self._slots_made = 0
         self._spawned = 0
         self._deaths = 0
         self._weights: WeightSync | None = None
         self._changing = asyncio.Lock()
-        """Held during a weight update, and while a new engine gets the weights."""
+        """Held during a weight update, while a new engine gets the weights, and while engines
+        leave."""
         self._awake = asyncio.Event()
         self._awake.set()
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._adding: set[asyncio.Task[None]] = set()
         self._receivers: dict[str, Receiver[EngineActor]] = {}
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._keepers: set[asyncio.Task[None]] = set()
+        self._shrinking: asyncio.Task[None] | None = None
         self.engines: dict[str, ActorHandle[EngineActor]] = {}
+        self.retired: set[str] = set()
+        """Engines that have left alive, because fewer are wanted."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when the engines cannot be kept alive."""
 
+    @property
+    def count(self) -> int:
+        """Number of engines that are wanted."""
+        return self._count
+
+    @property
+    def joining(self) -> int:
+        """Number of engines that start."""
+        return sum(not slot.engine_id for slot in self._slots)
+
+    @property
+    def leaving(self) -> int:
+        """Number of engines that are there and are not wanted."""
+        return max(0, len(self._slots) - self._count)
+
     async def start(self) -> None:
         """Start all engines. Raises what `spawn` raises."""
-        await asyncio.gather(*(self._add(slot) for slot in range(self._count)))
+        await asyncio.gather(*(self._add(self._new_slot()) for _ in range(self._count)))
+
+    def resize(self, count: int) -> None:
+        """Follow another number of engines, in the background.
+
+        More engines serve as soon as each has a pod and the weights. Those that leave do so
+        between two weight updates: no new request goes to them, their requests go on elsewhere from
+        the tokens that they have, and their actors end. Whole nodes become empty first.
+        """
+        self._count = count
+        for _ in range(count - len(self._slots)):
+            slot = self._new_slot()
+            self._keep(slot, partial(self._serve, slot))
+        if self.leaving and (self._shrinking is None or self._shrinking.done()):
+            self._shrinking = asyncio.create_task(self._or_fail(self._shrink), name="shrink")
 
     async def sleep(self) -> None:
         """Make all engines leave their devices to the trainers.
@@ -101,7 +149,7 @@ class EnginePool:
         An engine that dies meanwhile is replaced after `wake`.
         """
         self._awake.clear()
-        await asyncio.gather(*self._replacing, return_exceptions=True)
+        await asyncio.gather(*self._adding, return_exceptions=True)
         await self._call_all("sleep", lambda engine: engine.sleep())
 
     async def wake(self) -> None:
@@ -151,9 +199,10 @@ class EnginePool:
     async def stop(self) -> None:
         """Stop watching the engines. Their actors end with the Ray session."""
         self.failure.cancel()
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        tasks = [*self._keepers, *([self._shrinking] if self._shrinking else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _call_all(
         self, name: str, method: Callable[[EngineActor], Coroutine[Any, Any, None]]
@@ -170,10 +219,30 @@ class EnginePool:
             elif isinstance(answer, BaseException):
                 raise answer
 
-    async def _add(self, slot: int) -> None:
+    def _new_slot(self) -> _Slot:
+        self._slots.append(_Slot(self._slots_made))
+        self._slots_made += 1
+        return self._slots[-1]
+
+    def _keep(self, slot: _Slot, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do this for a slot in the background, until the slot is given up."""
+        slot.keeper = asyncio.create_task(self._or_fail(work), name=f"keep-{slot.number}")
+        self._keepers.add(slot.keeper)
+        slot.keeper.add_done_callback(self._keepers.discard)
+
+    async def _or_fail(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do this. An error in it ends the attempt."""
+        try:
+            await work()
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+
+    async def _add(self, slot: _Slot) -> None:
+        """Start an engine in a slot, and watch it from the moment at which it serves."""
         engine_id = f"engine-{self._spawned}"
         self._spawned += 1
-        handle = await self._spawn(engine_id, slot)
+        handle = await self._spawn(engine_id, slot.number)
         # Polled from here on, so that a frozen engine fails the calls below, too.
         death = asyncio.create_task(_death_of(handle), name=f"poll-{engine_id}")
         try:
@@ -188,47 +257,77 @@ class EnginePool:
             handle.kill()
             raise
         self.engines[engine_id] = handle
-        watcher = asyncio.create_task(self._watch(engine_id, death, slot), name=engine_id)
-        self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
+        slot.engine_id = engine_id
+        self._keep(slot, partial(self._watch, slot, death))
         await self._on_change(dict(self.engines))
 
-    async def _watch(self, engine_id: str, death: asyncio.Task[Exception], slot: int) -> None:
-        """Replace an engine when it dies."""
+    async def _watch(self, slot: _Slot, death: asyncio.Task[Exception]) -> None:
+        """Replace an engine when it dies.
+
+        Raises:
+            RolloutFailed: too many engines died in a row.
+        """
         try:
-            log.warning("%s died and is replaced: %s", engine_id, await death)
+            log.warning("%s died and is replaced: %s", slot.engine_id, await death)
         finally:
             death.cancel()
+        engine_id, slot.engine_id = slot.engine_id, ""
         del self.engines[engine_id], self._receivers[engine_id]
         await self._on_change(dict(self.engines))
-        try:
-            await self._replace(engine_id, slot, death.result())
-        except Exception as error:  # an engine that cannot be replaced ends the attempt
-            if not self.failure.done():
-                self.failure.set_exception(error)
+        self._count_death(engine_id, death.result())
+        await self._serve(slot)
 
-    async def _replace(self, engine_id: str, slot: int, death: Exception) -> None:
-        """Add another engine for one that died, also if the first ones die before they serve.
+    async def _serve(self, slot: _Slot) -> None:
+        """Start an engine in a slot, also if the first ones die before they serve.
 
         Raises:
             RolloutFailed: too many engines died in a row.
         """
         while True:
-            self._deaths += 1
-            if self._deaths >= MAX_DEATHS:
-                raise RolloutFailed(
-                    f"{self._deaths} engines died in a row. The last one, {engine_id}: {death}"
-                )
             while not self._awake.is_set():
                 await self._awake.wait()
-            replacing = asyncio.create_task(self._add(slot), name=f"replace-{engine_id}")
-            self._replacing.add(replacing)
-            replacing.add_done_callback(self._replacing.discard)
+            adding = asyncio.create_task(self._add(slot), name=f"add-{slot.number}")
+            self._adding.add(adding)
+            adding.add_done_callback(self._adding.discard)
             try:
-                return await replacing
+                return await adding
             except ActorDied as error:
-                log.warning("the replacement of %s died before it served: %s", engine_id, error)
-                death = error
+                log.warning("a new engine died before it served: %s", error)
+                self._count_death("which never served", error)
+
+    def _count_death(self, engine: str, death: Exception) -> None:
+        self._deaths += 1
+        if self._deaths >= MAX_DEATHS:
+            raise RolloutFailed(
+                f"{self._deaths} engines died in a row. The last one, {engine}: {death}"
+            )
+
+    async def _shrink(self) -> None:
+        """Let engines leave until there are no more than are wanted."""
+        while self.leaving:
+            left: list[str] = []
+            async with self._changing:  # none of them is loading weights
+                for slot in self._first_to_leave()[: self.leaving]:
+                    self._slots.remove(slot)
+                    if slot.keeper is not None:
+                        slot.keeper.cancel()
+                    if slot.engine_id:
+                        left.append(slot.engine_id)
+                handles = [self.engines.pop(engine_id) for engine_id in left]
+                for engine_id in left:
+                    del self._receivers[engine_id]
+            self.retired.update(left)
+            log.info("engines leave, %d stay: %s", self._count, ", ".join(left) or "none served")
+            await self._on_change(dict(self.engines))
+            for handle in handles:
+                handle.kill()
+
+    def _first_to_leave(self) -> list[_Slot]:
+        """Return the slots in the order in which they are given up: those without engine first."""
+        served = {slot.engine_id: slot for slot in self._slots if slot.engine_id}
+        nodes = {engine_id: self._receivers[engine_id].node_id for engine_id in served}
+        starting = [slot for slot in self._slots if not slot.engine_id]
+        return starting + [served[engine_id] for engine_id in emptying_nodes(nodes)]
 
 
 async def _stats_of(engine: ActorHandle[EngineActor]) -> EngineStats:

@@ -32,7 +32,12 @@ import aiohttp
 import psutil
 from packaging.specifiers import SpecifierSet
 
-from agenticrun_workers.inference.engine import EngineError, EngineStartError, InvalidRequest
+from agenticrun_workers.inference.engine import (
+    STEP_SECONDS,
+    EngineError,
+    EngineStartError,
+    InvalidRequest,
+)
 from agenticrun_workers.launch import liveness
 from agenticrun_workers.processes import descendants
 
@@ -53,12 +58,6 @@ KEEP_ALIVE_SECONDS = 2.0
 STALE = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 """Raised if the server closed an idle connection just as we used it. It has read nothing, so the
 request is sent once more. If the server has ended, the second try cannot connect."""
-STEP_SECONDS = 300.0
-"""Longest time that a server may need for one step: it answers polls between two steps.
-
-A first step may compile. The limits of SGLang (`watchdog_timeout`) and vLLM
-(`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`) are the same.
-"""
 UPDATE_SECONDS = 600.0
 """Longest time that a server may need for one request of a weight update."""
 END_SECONDS = 60.0
@@ -291,6 +290,8 @@ class ServerClient:
 
     async def check(self, path: str) -> bytes:
         """Return the answer to a GET; kill the server if it does not answer in `STEP_SECONDS`.
+
+        Servers answer between two steps.
 
         Raises:
             EngineError: the server does not answer, or answers with an error.

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Protocol
 
-import aiohttp
 from pydantic import ValidationError
 
 from agenticrun_api import Commands, Progress
@@ -62,6 +61,8 @@ class ReporterClient:
 
     async def start(self) -> None:
         """Start posting, on the running event loop."""
+        import aiohttp  # not at the top: every command would start a third of a second later
+
         self._session = aiohttp.ClientSession(
             self._url,
             headers={TOKEN_HEADER: f"Bearer {self._token}"},
@@ -100,6 +101,8 @@ class ReporterClient:
                 await self._post(self._newest)
 
     async def _post(self, progress: Progress) -> bool:
+        import aiohttp
+
         try:
             body = progress.model_dump_json(by_alias=True, exclude_none=True)
             async with self._session.post("/progress", data=body) as response:

@@ -28,7 +28,7 @@ from agenticrun_workers.tracing import (
     ENGINE,
     ENV_WORKER,
     EPISODES_IN_FLIGHT,
-    GROUPS_RUNNING,
+    EPISODES_RUNNING,
     KINDS,
     REQUESTS_IN_FLIGHT,
     TOKENS,
@@ -238,7 +238,7 @@ class _Process:
         """Return when an engine or an env worker had work, and why it had none."""
         engine = self.kind == ENGINE
         busy = self._positive(REQUESTS_IN_FLIGHT if engine else EPISODES_IN_FLIGHT)
-        groups = driver._positive(GROUPS_RUNNING)
+        episodes = driver._positive(EPISODES_RUNNING)
         found: list[tuple[str, Interval]] = []
         for asleep, awake in _split(gap, self._positive(ASLEEP)):
             if asleep:
@@ -250,7 +250,7 @@ class _Process:
                     continue
                 found += [
                     ("idle: env" if engine and played else "idle: gate", piece)
-                    for played, piece in _split(part, groups)
+                    for played, piece in _split(part, episodes)
                 ]
         return found
 

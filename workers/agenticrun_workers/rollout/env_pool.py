@@ -1,5 +1,7 @@
 """EnvPool: distributes groups over env workers and reruns the groups of a dead worker.
 
+Workers may join and leave while groups run: `resize`.
+
 An environment that ends its process (`os._exit`, a crash in C) kills the env worker and all groups
 that run there. A group that was running in two workers that died becomes a suspect. A worker runs
 at most one suspect, together with groups that were not running in any dead worker. At the third
@@ -14,9 +16,10 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.inference.client import RequestServer
@@ -26,15 +29,16 @@ from agenticrun_workers.launch import (
     OtherActorDied,
     Result,
 )
+from agenticrun_workers.placement import emptying_nodes
 from agenticrun_workers.rollout.groups import (
     Endpoints,
     EpisodeResult,
-    GroupTask,
+    EpisodeTask,
     Stores,
     VersionBounds,
 )
 from agenticrun_workers.serialization import pack, unpack
-from agenticrun_workers.tracing import GROUPS_RUNNING, count
+from agenticrun_workers.tracing import EPISODES_RUNNING, count
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory
 
 if TYPE_CHECKING:
@@ -45,15 +49,18 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 10
 """Worker deaths in a row, without a finished episode, that end the attempt."""
 
+DRAIN_SECONDS = 120.0
+"""Time for a worker that leaves to end its episodes."""
+
 SUSPECT_AFTER = 2
 """Worker deaths after which a group that was running there becomes a suspect."""
 
 
 class RolloutBackend(Protocol):
-    """Backend that runs groups of episodes."""
+    """Backend that runs episodes."""
 
-    async def run(self, task: GroupTask) -> list[EpisodeResult]:
-        """Return one result per member, in the order of the task.
+    async def run(self, task: EpisodeTask) -> EpisodeResult:
+        """Run an episode to its end.
 
         Raises:
             RolloutFailed: the workers cannot run episodes any more.
@@ -71,7 +78,7 @@ class TrainingBackend(RolloutBackend, Protocol):
     def abort(self, group: int) -> None:
         """Stop all episodes of a training group; they end as `ABORTED`.
 
-        Those that were lost with their worker have no result.
+        Those that are lost with their worker have no tokens then.
         """
         ...
 
@@ -85,10 +92,8 @@ _Run: TypeAlias = tuple[int, int]
 class _Open:
     """A task that runs on a worker or waits for one."""
 
-    task: GroupTask
-    done: asyncio.Future[list[EpisodeResult]]
-    results: dict[int, EpisodeResult] = field(default_factory=dict)
-    """Results by member."""
+    task: EpisodeTask
+    done: asyncio.Future[EpisodeResult]
     aborting: bool = False
     deaths: int = 0
     """Number of workers that died while running the task."""
@@ -99,34 +104,32 @@ class _Open:
 
     @property
     def group(self) -> _Group:
-        return self.task.stream, self.task.group
+        return self.task.key.stream, self.task.key.group
 
     @property
-    def missing(self) -> tuple[int, ...]:
-        return tuple(member for member in self.task.members if member not in self.results)
+    def run(self) -> _Run:
+        return self.task.key.member, self.task.attempt
 
-    @property
-    def runs(self) -> list[_Run]:
-        """The runs that have not ended."""
-        return [(member, self.task.attempt) for member in self.missing]
-
-    def finish(self) -> None:
+    def finish(self, result: EpisodeResult) -> None:
         if not self.done.done():
-            self.done.set_result([self.results[member] for member in sorted(self.results)])
+            self.done.set_result(result)
 
-    def fail_missing(self, error: BaseException) -> None:
-        """End the missing members with env_error."""
-        message = (
+    def abort(self) -> None:
+        """End it without a token."""
+        self._end(StopReason.ABORTED, "enough other members had finished")
+
+    def give_up(self, death: BaseException) -> None:
+        """End it with env_error."""
+        self._end(
+            StopReason.ENV_ERROR,
             f"{self.deaths + 1} env workers died while they played it: the environment "
             f"{self.task.tag!r} may end its process; set isolated: true in its entry of "
-            f"spec.pipeline.envs ({_first_line(error)})"
+            f"spec.pipeline.envs ({_first_line(death)})",
         )
-        for member in self.missing:
-            trajectory = Trajectory(
-                self.task.key(member), self.task.tag, (), StopReason.ENV_ERROR, error=message
-            )
-            self.results[member] = EpisodeResult.of(trajectory, attempt=self.task.attempt)
-        self.finish()
+
+    def _end(self, reason: StopReason, error: str) -> None:
+        nothing = Trajectory(self.task.key, self.task.tag, (), reason, error=error)
+        self.finish(EpisodeResult.of(nothing, attempt=self.task.attempt))
 
 
 @dataclass(slots=True, eq=False)
@@ -136,30 +139,36 @@ class _Worker:
     """From 1, and never used again."""
     open: dict[_Group, dict[_Run, _Open]] = field(default_factory=dict)
     """The tasks of running episodes."""
-    outgoing: list[GroupTask] = field(default_factory=list)
+    outgoing: list[EpisodeTask] = field(default_factory=list)
     episodes: int = 0
     """Number of running episodes: the load."""
+    leaving: bool = False
+    """True if it gets no more groups, and ends when those that it has are done."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has no open task."""
+    watcher: asyncio.Task[None] = field(init=False)
+    """Collects its results."""
 
     @property
     def tasks(self) -> list[_Open]:
-        """Each open task once."""
-        return list(
-            dict.fromkeys(opened for runs in self.open.values() for opened in runs.values())
-        )
+        return [opened for runs in self.open.values() for opened in runs.values()]
 
     def add(self, opened: _Open) -> None:
         """Begin a task."""
-        self.open.setdefault(opened.group, {}).update(dict.fromkeys(opened.runs, opened))
-        self.outgoing.append(replace(opened.task, members=opened.missing))
-        self.episodes += len(opened.missing)
+        self.done.clear()
+        self.open.setdefault(opened.group, {})[opened.run] = opened
+        self.outgoing.append(opened.task)
+        self.episodes += 1
 
     def remove(self, opened: _Open) -> None:
-        """Forget the runs of a task, if it has any here."""
+        """Forget a task, if it runs here."""
         runs = self.open.get(opened.group, {})
-        for run in [run for run, each in runs.items() if each is opened]:
-            del runs[run]
+        if runs.get(opened.run) is opened:
+            del runs[opened.run]
         if not runs:
             self.open.pop(opened.group, None)
+        if not self.open:
+            self.done.set()
 
     def may_run(self, task: _Open) -> bool:
         """Return False if a death of this worker would have two possible causes.
@@ -174,17 +183,28 @@ class _Worker:
 
 
 class EnvPool:
-    """A fixed number of env workers.
+    """Env workers that share the groups of a run.
 
     Args:
         spawn: starts an env worker and sets it up; called again for each that dies.
         count: number of workers.
+        node_of: returns the node of a worker, so that `resize` empties whole nodes.
+        on_change: called when workers join, die or leave.
     """
 
-    def __init__(self, spawn: Callable[[], Awaitable[ActorHandle[EnvWorker]]], count: int) -> None:
+    def __init__(
+        self,
+        spawn: Callable[[], Awaitable[ActorHandle[EnvWorker]]],
+        count: int,
+        node_of: Callable[[ActorHandle[EnvWorker]], str] = lambda _: "",
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self._spawn = spawn
         self._count = count
+        self._node_of = node_of
+        self._on_change = on_change
         self._workers: list[_Worker] = []
+        self._joining: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._waiting: list[_Open] = []
         self._flush_planned = False
@@ -193,7 +213,7 @@ class EnvPool:
         self._deaths = 0
         self._dead_with: Counter[str] = Counter()
         """Deaths in a row, by the tag of the environments that were running."""
-        self._given_up: set[tuple[Stream, int]] = set()
+        self._given_up: set[_Group] = set()
         """Groups that were given up. A re-roll of one is a suspect from the start."""
         self._watchers: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
@@ -202,7 +222,7 @@ class EnvPool:
 
     @property
     def running(self) -> int:
-        """Number of groups that are being run."""
+        """Number of episodes that are being run."""
         return self._running
 
     @property
@@ -211,8 +231,23 @@ class EnvPool:
         return {worker.number: worker.handle for worker in self._workers}
 
     @property
+    def count(self) -> int:
+        """Number of workers that are wanted."""
+        return self._count
+
+    @property
+    def joining(self) -> int:
+        """Number of workers that start."""
+        return len(self._joining)
+
+    @property
+    def leaving(self) -> int:
+        """Number of workers that get no more groups, and have not ended yet."""
+        return sum(worker.leaving for worker in self._workers)
+
+    @property
     def idle_seconds(self) -> float:
-        """Time so far without a group to run."""
+        """Time so far without an episode to run."""
         now = time.perf_counter()
         return self._idle_seconds + (0.0 if self._running else now - self._idle_since)
 
@@ -221,24 +256,34 @@ class EnvPool:
         for handle in await asyncio.gather(*(self._spawn() for _ in range(self._count))):
             self._add(handle)
 
-    async def run(self, task: GroupTask) -> list[EpisodeResult]:
+    def resize(self, count: int) -> None:
+        """Follow another number of workers, in the background.
+
+        More workers get groups as soon as each has a pod. Those that leave get no more groups, and
+        end when their episodes have, or after `DRAIN_SECONDS`: other workers run these groups then.
+        Whole nodes become empty first.
+        """
+        self._count = count
+        self._settle()
+
+    async def run(self, task: EpisodeTask) -> EpisodeResult:
         """See `RolloutBackend`."""
         if self._failure is not None:
             raise self._failure
-        given_up = (task.stream, task.group) in self._given_up
+        given_up = (task.key.stream, task.key.group) in self._given_up
         opened = _Open(
             task,
             asyncio.get_running_loop().create_future(),
             deaths=SUSPECT_AFTER if given_up else 0,
         )
         self._idle_seconds, self._running = self.idle_seconds, self._running + 1
-        count(GROUPS_RUNNING, self._running)
+        count(EPISODES_RUNNING, self._running)
         self._assign(opened)
         try:
             return await opened.done
         finally:
             self._running -= 1
-            count(GROUPS_RUNNING, self._running)
+            count(EPISODES_RUNNING, self._running)
             self._idle_since = time.perf_counter()
             for worker in self._workers:
                 worker.remove(opened)
@@ -248,9 +293,17 @@ class EnvPool:
         self,
         engines: Mapping[str, ActorHandle[RequestServer]],
         stores: Stores,
+        retired: Iterable[str] = (),
     ) -> None:
-        """Set the engines and stores of current and later workers. No group runs before this."""
-        self._endpoints = Endpoints(self._endpoints.number + 1, engines, stores)
+        """Set the engines and stores of current and later workers. No group runs before this.
+
+        Args:
+            engines: the engines by id.
+            stores: the trajectory stores.
+            retired: engines that have left alive.
+        """
+        number = self._endpoints.number + 1
+        self._endpoints = Endpoints(number, engines, stores, retired=frozenset(retired))
         calls = map(self._send_endpoints, self._workers)
         # `_watch` handles dead workers.
         await asyncio.gather(*calls, return_exceptions=True)
@@ -265,20 +318,21 @@ class EnvPool:
         """See `TrainingBackend`."""
         for opened in self._waiting:
             if opened.group == (Stream.TRAIN, group):
-                opened.finish()
+                opened.abort()
         for worker in self._workers:
-            runs = worker.open.get((Stream.TRAIN, group), {}).items()
-            fresh = [(run, opened) for run, opened in runs if not opened.aborting]
-            for _, opened in fresh:
+            runs = worker.open.get((Stream.TRAIN, group), {})
+            fresh = [opened for opened in runs.values() if not opened.aborting]
+            for opened in fresh:
                 opened.aborting = True
             if fresh:
-                self._send_abort(worker, [(opened.task.key(m), n) for (m, n), opened in fresh])
+                self._send_abort(worker, [(each.task.key, each.task.attempt) for each in fresh])
 
     async def stop(self) -> None:
         """Stop watching. The actors end with the Ray session."""
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        tasks = [*self._watchers, *self._joining]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _send_endpoints(self, worker: _Worker) -> Result[None]:
         endpoints = replace(self._endpoints, worker=worker.number)
@@ -297,10 +351,15 @@ class EnvPool:
             self._send_endpoints(worker)
         if self._bounds != VersionBounds():
             self._send_bounds(worker)
-        watcher = asyncio.create_task(self._watch(worker), name="env-worker")
+        worker.watcher = self._watch_over(self._watch(worker))
+        self._assign_waiting()
+        self._on_change()
+
+    def _watch_over(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        watcher = asyncio.create_task(work, name="env-worker")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
-        self._assign_waiting()
+        return watcher
 
     def _assign_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -310,7 +369,7 @@ class EnvPool:
 
     def _assign(self, opened: _Open) -> None:
         """Send a task to the worker of its group, else to the least loaded one, or let it wait."""
-        able = [worker for worker in self._workers if worker.may_run(opened)]
+        able = [each for each in self._workers if not each.leaving and each.may_run(opened)]
         if not able:
             self._waiting.append(opened)
             return
@@ -338,16 +397,70 @@ class EnvPool:
         try:
             death = await self._collect_until_death(worker)
             self._remove_dead(worker, death)
-            await asyncio.gather(
-                *(
-                    store.call(lambda keeper: keeper.refuse(worker.number))
-                    for store in self._endpoints.stores
-                )
-            )
+            await self._refuse(worker)
             self._reassign(worker, death)
-            self._add(await self._replacement())
+            self._settle()
+            self._on_change()
         except Exception as error:
-            self._fail(worker, error)
+            self._fail(error, worker)
+
+    async def _retire(self, worker: _Worker) -> None:
+        """End a worker once its episodes have ended, or after `DRAIN_SECONDS`.
+
+        The stores refuse what it sends after that, as if it had died.
+        """
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    if worker.open:
+                        await worker.done.wait()
+            if worker not in self._workers:
+                return  # it has died meanwhile
+            log.info("an env worker leaves, %d stay", self._count)
+            self._workers.remove(worker)
+            worker.watcher.cancel()
+            worker.handle.kill()
+            await self._refuse(worker)
+            self._reassign(worker)
+            self._on_change()
+        except Exception as error:
+            self._fail(error, worker)
+
+    async def _refuse(self, worker: _Worker) -> None:
+        """Make the stores refuse what a worker that is gone may still send."""
+        calls = (
+            store.call(lambda keeper: keeper.refuse(worker.number))
+            for store in self._endpoints.stores
+        )
+        await asyncio.gather(*calls)
+
+    def _settle(self) -> None:
+        """Let workers join or leave until as many stay as are wanted."""
+        staying = [worker for worker in self._workers if not worker.leaving]
+        surplus = len(staying) + len(self._joining) - self._count
+        for _ in range(-surplus):
+            joining = asyncio.create_task(self._join(), name="env-worker-joins")
+            self._joining.add(joining)
+            joining.add_done_callback(self._joining.discard)
+        for joining in list(self._joining)[: max(surplus, 0)]:
+            self._joining.remove(joining)
+            joining.cancel()
+            surplus -= 1
+        nodes = {worker: self._node_of(worker.handle) for worker in staying}
+        for worker in emptying_nodes(nodes)[: max(surplus, 0)]:
+            worker.leaving = True
+            self._watch_over(self._retire(worker))
+
+    async def _join(self) -> None:
+        """Add another worker. A failure ends the attempt."""
+        try:
+            handle = await self._replacement()
+            current = asyncio.current_task()
+            assert current is not None
+            self._joining.discard(current)
+            self._add(handle)
+        except Exception as error:
+            self._fail(error)
 
     async def _replacement(self) -> ActorHandle[EnvWorker]:
         """Start another worker, also if the first ones die before they are ready.
@@ -417,18 +530,23 @@ class EnvPool:
             "spec.pipeline.envs: then it costs only the episode. The last death"
         )
 
-    def _reassign(self, worker: _Worker, error: BaseException) -> None:
-        """Assign the tasks of a dead worker to others. A suspect is given up."""
+    def _reassign(self, worker: _Worker, death: BaseException | None = None) -> None:
+        """Assign the tasks of a worker that is gone to others. If it has died, give up a suspect.
+
+        Args:
+            worker: the worker.
+            death: the error of its death; None if it has left.
+        """
         for opened in worker.tasks:
             if opened.done.done():
                 continue
             if opened.aborting:
-                opened.finish()
-            elif opened.suspect:
-                self._given_up.add((opened.task.stream, opened.task.group))
-                opened.fail_missing(error)
+                opened.abort()
+            elif death is not None and opened.suspect:
+                self._given_up.add(opened.group)
+                opened.give_up(death)
             else:
-                opened.deaths += 1
+                opened.deaths += death is not None
                 self._assign(opened)
 
     def _deliver(self, worker: _Worker, result: EpisodeResult) -> None:
@@ -437,16 +555,14 @@ class EnvPool:
         worker.episodes -= 1
         runs = worker.open.get((result.key.stream, result.key.group), {})
         opened = runs.get((result.key.member, result.attempt))
-        if opened is None:
-            return  # the caller no longer waits for it
-        opened.results[result.key.member] = result
-        if not opened.missing:
-            opened.finish()
+        if opened is not None:  # else the caller no longer waits for it
+            opened.finish(result)
 
-    def _fail(self, worker: _Worker, error: BaseException) -> None:
+    def _fail(self, error: BaseException, worker: _Worker | None = None) -> None:
+        """End all tasks, also those of a worker that is gone."""
         self._failure = error
         for opened in (
-            *worker.tasks,
+            *(worker.tasks if worker else ()),
             *self._waiting,
             *(o for w in self._workers for o in w.tasks),
         ):

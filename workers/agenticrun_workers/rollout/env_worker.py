@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections import defaultdict
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -25,6 +26,7 @@ from agenticrun_workers.rollout.episode_runner import (
     step_timeout,
 )
 from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, VersionBounds
+from agenticrun_workers.rollout.places import EpisodePlaces
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.tracing import (
@@ -61,7 +63,7 @@ class EnvWorker(Traced):
         )
         self._name = name
         self._pipeline = pipeline
-        self._limit = asyncio.Semaphore(pipeline.train_envs.max_envs_per_worker)
+        self._places = EpisodePlaces(pipeline.train_envs.max_envs_per_worker, self._make_room)
         self._endpoints = Endpoints()
         self._has_endpoints = asyncio.Event()
         self._unstored: list[tuple[list[Trajectory], EpisodeResult]] = []
@@ -97,19 +99,18 @@ class EnvWorker(Traced):
         """Use these engines and stores from now on; ignore the call if a newer one came first."""
         if endpoints.number > self._endpoints.number:
             self._endpoints = endpoints
-            self._client.set_engines(endpoints.engines)
+            self._client.set_engines(endpoints.engines, endpoints.retired)
             self._has_endpoints.set()
 
     async def submit(self, tasks: bytes) -> None:
-        """Start a packed `list[GroupTask]`. `collect` returns one result for each member."""
+        """Start a packed `list[EpisodeTask]`. `collect` returns one result for each."""
         await self._has_endpoints.wait()
         for task in unpack(tasks):
             self._runner.learn(VersionBounds(newest=task.engine_version))
-            for member in task.members:
-                episode = RunningEpisode(task, task.key(member))
-                episode.coroutine = asyncio.create_task(self._run_episode(episode))
-                self._running[episode.key, task.attempt] = episode
-                self._keep(episode.coroutine)
+            episode = RunningEpisode(task)
+            episode.coroutine = asyncio.create_task(self._run_episode(episode))
+            self._running[task.key, task.attempt] = episode
+            self._keep(episode.coroutine)
 
     async def abort(self, episodes: list[tuple[EpisodeKey, int]]) -> None:
         """Stop these (episode, attempt) pairs; they end as aborted. Unknown ones are ignored."""
@@ -143,28 +144,23 @@ class EnvWorker(Traced):
 
     async def _run_episode(self, episode: RunningEpisode) -> None:
         task = episode.task
-        key = episode.key
+        key = task.key
         name = f"{key.group}.{key.member} {task.tag}"
-        with self.recorder.track(name, stream=task.stream.value, attempt=task.attempt) as track:
+        with self.recorder.track(name, stream=key.stream.value, attempt=task.attempt) as track:
             self._count_episodes()
             try:
-                with span("wait for a place"):
-                    await self._limit.acquire()
-                try:
-                    await self._runner.run(episode)
-                finally:
-                    self._limit.release()
+                await self._play(episode)
                 await self._runner.judge(episode)
             except asyncio.CancelledError:  # only `abort` and `set_bounds` cancel it
                 episode.trajectories = [episode.abandoned()]
             finally:
-                del self._running[episode.key, task.attempt]
+                del self._running[key, task.attempt]
                 self._count_episodes()
             ending = episode.trajectories[-1]
             track.note(stop=ending.stop_reason.value, turns=len(ending.turns))
-        keeps = task.stream is not Stream.VALIDATION
+        keeps = key.stream is not Stream.VALIDATION
         result = self._runner.result(
-            episode, store=episode.key.group % len(self._endpoints.stores) if keeps else -1
+            episode, store=key.group % len(self._endpoints.stores) if keeps else -1
         )
         if keeps and result.trainable:
             kept = {each.key for each in result.trajectories if each.trainable}
@@ -177,6 +173,18 @@ class EnvWorker(Traced):
             self._unstored_event.set()
         else:
             self._outbox.put(result)
+
+    async def _play(self, episode: RunningEpisode) -> None:
+        """Run an episode when there is a place for it."""
+        async with AsyncExitStack() as stack:
+            with span("wait for a place"):
+                episode.memory_wait = await stack.enter_async_context(self._places.place())
+            await self._runner.run(episode)
+
+    def _make_room(self) -> None:
+        """Free idle environments, and objects in reference cycles."""
+        self._runner.envs.discard_idle()
+        gc.collect()
 
     def _count_episodes(self) -> None:
         if self.recorder.on:

@@ -7,6 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, cast
 
 from agenticrun_api import Pipeline
@@ -19,7 +20,7 @@ from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.rollout.camera import FrameRecorder, animated_gif
 from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.demonstrations import Demonstrations
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupTask, VersionBounds, as_episode
+from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, VersionBounds, as_episode
 from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.rollout.rewards import JudgePanel, judged_episode
 from agenticrun_workers.tracing import span
@@ -54,8 +55,7 @@ class Sources:
 class RunningEpisode:
     """State of one episode while it runs; `trajectories` is filled when it ends."""
 
-    task: GroupTask
-    key: EpisodeKey
+    task: EpisodeTask
     answers: list[Generation] = field(default_factory=list)
     """Generations sampled so far."""
     asked_version: int | None = None
@@ -66,11 +66,8 @@ class RunningEpisode:
     recorder: FrameRecorder | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
     """At least one when the episode has ended."""
-
-    @property
-    def shown(self) -> bool:
-        """True for the first member of the group, which transcripts and frames show."""
-        return self.key.member == self.task.members[0]
+    memory_wait: float = 0.0
+    """Seconds that it waited for memory of its pod before it began."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -82,7 +79,7 @@ class RunningEpisode:
         """Stop a training episode that has a token older than this version."""
         oldest = self.oldest_version
         if (
-            self.task.stream is Stream.TRAIN
+            self.task.key.stream is Stream.TRAIN
             and not self.stale
             and oldest is not None
             and oldest < version
@@ -101,7 +98,7 @@ class RunningEpisode:
             Turn(a.tokens_T[:0], a.tokens_T, a.logprobs_T, a.versions_T, 0.0) for a in self.answers
         )
         return Trajectory(
-            self.key,
+            self.task.key,
             self.task.tag,
             turns,
             StopReason.STALE if self.stale else StopReason.ABORTED,
@@ -123,6 +120,7 @@ class EpisodeRunner:
 
     Attributes:
         bounds: the latest policy versions that are known here.
+        envs: the environments that are built.
     """
 
     def __init__(
@@ -138,7 +136,7 @@ class EpisodeRunner:
         self._agents = agents
         self._sources = sources
         self._client = client
-        self._envs = EnvCache(pipeline)
+        self.envs = EnvCache(pipeline)
         self.bounds = VersionBounds()
         self._report = LogOnce(log.exception)
 
@@ -148,7 +146,7 @@ class EpisodeRunner:
 
     async def run(self, running: RunningEpisode) -> None:
         """Run an episode to its end. Its errors become stop reasons."""
-        task, key = running.task, running.key
+        task, key = running.task, running.task.key
         if task.demonstration:
             assert self._sources.demonstrations is not None
             running.trajectories = [
@@ -167,10 +165,10 @@ class EpisodeRunner:
             running.trajectories = [_nothing(running, StopReason.ENV_ERROR, message)]
 
     async def _collected(self, running: RunningEpisode) -> list[Trajectory]:
-        task, key = running.task, running.key
+        task, key = running.task, running.task.key
         episode = Episode.seeded(self._pipeline.seed, key, task.tag, task.attempt, self._item(task))
         with span("build"):
-            env, whole = await self._envs.take(task.tag), False
+            env, whole = await self.envs.take(task.tag), False
         try:
             timeout = step_timeout(self._pipeline, self._pipeline.env(task.tag))
             generate = (
@@ -178,7 +176,7 @@ class EpisodeRunner:
                 if task.random_policy
                 else self._client.generate
             )
-            agent = self._agents[task.tag, task.stream]
+            agent = self._agents[task.tag, key.stream]
             made = await agent.collect_trajectory(
                 episode, self._recorded(env, running), self._ranked(generate, running)
             )
@@ -188,9 +186,9 @@ class EpisodeRunner:
         finally:
             self._client.end_session(episode.session)
             if whole:
-                self._envs.release(task.tag, env)
+                self.envs.release(task.tag, env)
             else:
-                self._envs.discard(env)
+                self.envs.discard(env)
 
     def _ranked(self, generate: Generate, running: RunningEpisode) -> Generate:
         """Wrap `generate` to rank requests, to record generations, and to stop a stale episode.
@@ -230,7 +228,7 @@ class EpisodeRunner:
                     )
                 )
 
-    async def _judged(self, task: GroupTask, trajectory: Trajectory) -> Trajectory:
+    async def _judged(self, task: EpisodeTask, trajectory: Trajectory) -> Trajectory:
         if not trajectory.stop_reason.trainable:
             return trajectory
         return await self._sources.judges.apply(
@@ -258,20 +256,19 @@ class EpisodeRunner:
                 trajectory,
                 attempt=task.attempt,
                 store=store,
-                transcript=transcript(trajectory, self._chat)
-                if task.transcript and running.shown
-                else "",
+                transcript=transcript(trajectory, self._chat) if task.transcript else "",
             )
             for trajectory in running.trajectories
         ]
         frames = animated_gif(running.recorder.frames) if running.recorder else b""
-        return replace(as_episode(results), frames=frames)
+        episode = as_episode(results)
+        return replace(episode, frames=frames, memory_wait=running.memory_wait)
 
-    def _item(self, task: GroupTask) -> Mapping[str, Any] | None:
-        return self._sources.items.of(task.tag, task.stream, task.group)
+    def _item(self, task: EpisodeTask) -> Mapping[str, Any] | None:
+        return self._sources.items.of(task.tag, task.key.stream, task.key.group)
 
     def _recorded(self, env: Env, running: RunningEpisode) -> Env:
-        wanted = running.task.frames and running.shown
+        wanted = running.task.frames
         if isinstance(env, IsolatedEnv):
             env.film = wanted
         if not (wanted and isinstance(env, Renders)):
@@ -298,21 +295,22 @@ def _numbered(key: EpisodeKey, made: Trajectory | Sequence[Trajectory]) -> list[
 
 
 def _nothing(running: RunningEpisode, reason: StopReason, error: str) -> Trajectory:
-    return Trajectory(running.key, running.task.tag, (), reason, error=error)
+    return Trajectory(running.task.key, running.task.tag, (), reason, error=error)
 
 
 MAX_TURNS_RANKED = 1024
 
 
-def request_priority(task: GroupTask, groups_per_batch: int, turn: int) -> int:
+def request_priority(task: EpisodeTask, groups_per_batch: int, turn: int) -> int:
     """Return the priority of a request: earlier batches first, then episodes with fewer turns.
 
     The training step waits for the last episode of its batch. Validation and warm-up go before all
     training episodes, because training waits for them.
     """
-    if task.stream is not Stream.TRAIN:
+    if task.key.stream is not Stream.TRAIN:
         return 0
-    return (1 + task.group // groups_per_batch) * MAX_TURNS_RANKED + min(turn, MAX_TURNS_RANKED - 1)
+    batch = 1 + task.key.group // groups_per_batch
+    return batch * MAX_TURNS_RANKED + min(turn, MAX_TURNS_RANKED - 1)
 
 
 STEP_TIMEOUT_SECONDS = 60.0
@@ -363,8 +361,14 @@ class EnvCache:
         else:
             self.discard(env)
 
+    def discard_idle(self) -> None:
+        """Drop all environments that no episode uses."""
+        idle, self._idle = self._idle, defaultdict(list)
+        for env in chain.from_iterable(idle.values()):
+            self.discard(env)
+
     def discard(self, env: Env) -> None:
-        """Drop an environment in an unknown state."""
+        """Drop an environment, which may be in any state."""
         if isinstance(env, IsolatedEnv):
             env.end()
 

@@ -11,19 +11,20 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
 
 from agenticrun_workers.rollout.env_pool import TrainingBackend
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
+    EpisodeTask,
     Group,
     GroupPlan,
-    GroupTask,
     VersionBounds,
     every_trajectory,
 )
-from agenticrun_workers.types import StopReason, Stream
+from agenticrun_workers.types import EpisodeKey, StopReason, Stream
 
 
 @dataclass
@@ -41,10 +42,24 @@ class FinishedGroup:
     """Tokens sampled for redundant members that were stopped."""
 
 
+class _Missing(Enum):
+    """Why a member is neither running nor kept. It starts if the group needs it."""
+
+    NOT_STARTED = auto()
+    FAILED = auto()
+    """Its next run is a re-roll."""
+    STALE = auto()
+    """It was stopped as too old. Its tokens are counted when it is known if it runs again."""
+    DROPPED = auto()
+    """It had grown too old, and its tokens are counted."""
+    UNNEEDED = auto()
+    """It was stopped because enough others had finished, and its tokens are counted."""
+
+
 Drop = Callable[[list[EpisodeResult]], Awaitable[None]]
 """Called with the members of a group that have grown too old."""
 
-_Episode = asyncio.Task[list[EpisodeResult]]
+_Episode = asyncio.Task[EpisodeResult]
 
 
 @dataclass(eq=False)
@@ -63,9 +78,10 @@ class GroupRun:
 
     def __post_init__(self) -> None:
         members = range(self.plan.group_size + self.plan.redundancy)
-        self._missing: dict[int, EpisodeResult | None] = dict.fromkeys(members)
-        """Members to run, if the group needs them, with their last result."""
-        self._running: dict[_Episode, GroupTask] = {}
+        self._missing = dict.fromkeys(members, _Missing.NOT_STARTED)
+        self._stale: dict[int, EpisodeResult] = {}
+        """The result of each member that is `_Missing.STALE`."""
+        self._running: dict[_Episode, EpisodeTask] = {}
         self._ended: list[_Episode] = []
         """Those of `_running` that have ended, in this order."""
         self._aborted: set[_Episode] = set()
@@ -110,7 +126,7 @@ class GroupRun:
             while True:
                 await self._drop_stale(bounds().oldest, drop)
                 for member in self._needed():
-                    finished.rerolled += self._missing[member] is not None
+                    finished.rerolled += self._missing[member] is _Missing.FAILED
                     self._start(member, backend, bounds().newest, transcript=transcript)
                 if not self._running:
                     break
@@ -139,11 +155,9 @@ class GroupRun:
             task.transcript for task in self._running.values()
         )
         told = transcript and not shown
-        task = GroupTask(
-            Stream.TRAIN,
-            self.number,
+        task = EpisodeTask(
+            EpisodeKey(Stream.TRAIN, self.number, member),
             self.plan.tag(self.number),
-            (member,),
             self._attempts[member],
             engine_version,
             transcript=told,
@@ -161,10 +175,9 @@ class GroupRun:
     def _take_ended(self, finished: FinishedGroup) -> None:
         ended, self._ended = self._ended, []
         for episode in ended:
-            results = episode.result()
+            result = episode.result()
             del self._running[episode]
-            for result in results:
-                self._take(result, finished, stopped=episode in self._aborted)
+            self._take(result, finished, stopped=episode in self._aborted)
             self._aborted.discard(episode)
 
     def _take(self, result: EpisodeResult, finished: FinishedGroup, *, stopped: bool) -> None:
@@ -176,15 +189,16 @@ class GroupRun:
         elif result.stop_reason is StopReason.ABORTED and stopped:
             self._count_unneeded(result, finished)
         elif result.stop_reason is StopReason.STALE:
-            self._missing[member] = result
+            self._missing[member] = _Missing.STALE
+            self._stale[member] = result
         else:
             finished.untrainable += result.trajectories
             self._failures[member] += 1
             if self._failures[member] <= self.plan.max_rerolls:
-                self._missing[member] = result
+                self._missing[member] = _Missing.FAILED
 
     def _count_unneeded(self, result: EpisodeResult, finished: FinishedGroup) -> None:
-        self._missing[result.key.member] = None
+        self._missing[result.key.member] = _Missing.UNNEEDED
         self._unneeded.append(result)
         finished.aborted_tokens += result.response_tokens
 
@@ -192,12 +206,11 @@ class GroupRun:
         """Drop finished members that are older than `oldest`, and stopped ones that run again."""
         stale = [result for result in self.kept if result.episode_version < oldest]
         self.kept = [result for result in self.kept if result not in stale]
-        self._missing |= {result.key.member: None for result in stale}
+        self._missing |= {result.key.member: _Missing.DROPPED for result in stale}
         for member in self._needed():
-            result = self._missing[member]
-            if result is not None and result.stop_reason is StopReason.STALE:
-                self._missing[member] = None
-                stale.append(result)
+            if self._missing[member] is _Missing.STALE:
+                self._missing[member] = _Missing.DROPPED
+                stale.append(self._stale.pop(member))
         if stale:
             self.requeued = True
             await drop(stale)
@@ -211,9 +224,9 @@ class GroupRun:
         self._aborted.clear()
 
     def _finish(self, finished: FinishedGroup) -> FinishedGroup:
-        for result in list(self._missing.values()):
-            if result is not None and result.stop_reason is StopReason.STALE:
-                self._count_unneeded(result, finished)
+        for result in self._stale.values():
+            self._count_unneeded(result, finished)
+        self._stale.clear()
         surplus = self.kept[self.plan.group_size :]
         self.kept = self.kept[: self.plan.group_size]
         finished.surplus = trainable(surplus)

@@ -21,7 +21,6 @@ from agenticrun_workers.types import (
     FloatArray,
     IntArray,
     StopReason,
-    Stream,
     Trajectory,
 )
 
@@ -30,28 +29,23 @@ Stores: TypeAlias = Sequence[ActorHandle[TrajectoryStore]]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupTask:
-    """Episodes of one group to run. A training group is one task for each member."""
+class EpisodeTask:
+    """One episode to run."""
 
-    stream: Stream
-    group: int
+    key: EpisodeKey
     tag: str
-    members: tuple[int, ...]
     attempt: int = 0
-    """Number of earlier runs of these members, which failed or grew too old."""
+    """Number of earlier runs of this member, which failed or grew too old."""
     engine_version: int = 0
     """Policy version of the engines when the task was made. They may have a later one by now."""
     random_policy: bool = False
     """Sample uniformly random valid actions instead of asking the policy."""
     transcript: bool = False
-    """Return the first member's episode as text."""
+    """Return the episode as text."""
     frames: bool = False
-    """Return frames of the first member's episode if its environment can render."""
+    """Return frames of the episode if its environment can render."""
     demonstration: bool = False
-    """Use item number `group` of the warm-up data set instead of running an episode."""
-
-    def key(self, member: int) -> EpisodeKey:
-        return EpisodeKey(self.stream, self.group, member)
+    """Use item number `key.group` of the warm-up data set instead of running an episode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +89,8 @@ class EpisodeResult:
     transcript: str = ""
     frames: bytes = b""
     """The episode as an animated GIF; empty unless requested and rendered."""
+    memory_wait: float = 0.0
+    """Seconds that the episode waited for memory of its env worker's pod before it began."""
     others: tuple[EpisodeResult, ...] = ()
     """Further trajectories of the same episode. This one is trainable if any of them is."""
 
@@ -219,6 +215,8 @@ class Endpoints:
     stores: Stores = ()
     worker: int = 0
     """Number of the env worker that gets them, by which the stores know it."""
+    retired: frozenset[str] = frozenset()
+    """Engines that have left alive: their requests did not kill them."""
 
 
 Refuses = Callable[[list[float]], bool]

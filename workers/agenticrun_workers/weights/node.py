@@ -83,7 +83,16 @@ class NodeWeights:
     def __init__(self, run: str, buckets: tuple[Bucket, ...]) -> None:
         self._shared = SharedFolder(run)
         self._buckets = buckets
-        self._mapped = [MappedBucket(self._shared.path, bucket) for bucket in buckets]
+        self._mapped: list[MappedBucket] = []
+
+    def allocate(self) -> str:
+        """Allocate the buckets, and return their folder. The first call, made once.
+
+        Raises:
+            InvalidConfig: the shared memory is too small.
+        """
+        self._mapped = [MappedBucket(self._shared.path, bucket) for bucket in self._buckets]
+        return self.folder()
 
     def folder(self) -> str:
         """Return the folder of the buckets."""

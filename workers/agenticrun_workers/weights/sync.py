@@ -16,14 +16,13 @@ Everything streams. While the trainer writes a bucket, those before it travel an
 next sync overwrites the files, so it starts only when every receiver is done with this one. Where
 adapters alone travel, each node merges them into whole weights when all of them have arrived.
 
-An engine samples nothing while it loads. So it begins as late as it can without ending later, if
-files arrive and load as in its last sync: see `latest_start`.
+An engine samples nothing while it loads. So it begins as late as it can without ending later: see
+`load_starts.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import (
     AsyncIterator,
@@ -40,7 +39,7 @@ from pathlib import Path
 
 from agenticrun_api.training import WeightSync as Spec
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.launch import ActorDied, ActorHandle, Result
+from agenticrun_workers.launch import ActorDied, ActorHandle
 from agenticrun_workers.weights.broadcast import BroadcastSync
 from agenticrun_workers.weights.buckets import (
     Bucket,
@@ -51,9 +50,9 @@ from agenticrun_workers.weights.buckets import (
     WrittenBucket,
     buckets_of,
 )
+from agenticrun_workers.weights.load_starts import LoadStarts, LoadTimes
 from agenticrun_workers.weights.node import AdapterNode, NodeWeights
 from agenticrun_workers.weights.protocols import (
-    Answer,
     EngineReceiver,
     WeightExporter,
     WeightReceiver,
@@ -158,8 +157,9 @@ class WeightSync:
                 out of reach afterwards, so that nothing can be repeated.
 
         Raises:
-            InvalidConfig: the transport in the spec does not reach a receiver, or the node of a
-                receiver has other model files than the trainers.
+            InvalidConfig: the transport in the spec does not reach a receiver, the shared memory of
+                a node is too small, or the node of a receiver has other model files than the
+                trainers.
         """
         transport = self._transport({receiver.node_id for receiver in receivers.values()})
         files = await self._files_for_engines()
@@ -300,31 +300,6 @@ class PublishReport:
     pause_seconds: float
 
 
-def latest_start(arrivals_B: Sequence[float], loads_B: Sequence[float]) -> float:
-    """Return how long after the first file a load should begin.
-
-    From then on it never waits for a file, if files arrive and load as in the last sync. It ends
-    no later than a load that began at once.
-
-    Args:
-        arrivals_B: seconds from the first file to each file, in order.
-        loads_B: seconds to load each file.
-    """
-    loaded_before = itertools.accumulate(loads_B, initial=0.0)
-    return max(arrived - before for arrived, before in zip(arrivals_B, loaded_before, strict=False))
-
-
-def busy_seconds(arrivals_B: Sequence[float], ends_B: Sequence[float]) -> list[float]:
-    """Return the seconds that each file took to load, without the wait for it.
-
-    Args:
-        arrivals_B: when each could be loaded, in order.
-        ends_B: when each was loaded.
-    """
-    ready = [max(pair) for pair in zip(arrivals_B, [0.0, *ends_B[:-1]], strict=True)]
-    return [end - begin for end, begin in zip(ends_B, ready, strict=True)]
-
-
 class FileSync:
     """Exports weights into the memory of nodes, and loads them into receivers there.
 
@@ -366,11 +341,7 @@ class FileSync:
         """The buckets of the last export."""
         self._version: int | None = None
         """The policy version of the last export."""
-        self._start_after: dict[str, float] = {}
-        """By receiver: seconds from the first file to the begin of the next load.
-
-        A receiver's first sync, which may make the files, teaches nothing: 0.
-        """
+        self._starts = LoadStarts()
 
     async def tensor_specs(self) -> list[TensorSpec]:
         """Return what the trainers export. They are asked once."""
@@ -507,44 +478,25 @@ class FileSync:
 
         It goes on with its old weights at least until the first file is there.
         """
-        ends: list[float] = []
-        calls: list[asyncio.Task[None]] = []
-        began = await self._time_to_start(name, files)
+        timed = LoadTimes(await self._starts.wait(name, files))
+        loading: list[asyncio.Task[None]] = []
         try:
             async for file in files:
-                if not calls:
+                if not loading:
                     version = self._version
                     assert version is not None, "files come after an export"
                     await receiver.handle.call(lambda actor: actor.begin_update(version))
                 call = receiver.handle.call(
                     lambda actor: actor.take_bucket(file.path, file.checksum)
                 )
-                calls.append(asyncio.create_task(_noting_the_end(call, ends)))
-            await asyncio.gather(*calls)
+                loading.append(asyncio.create_task(timed.loaded(call)))
+            await asyncio.gather(*loading)
         finally:
-            for task in calls:
+            for task in loading:
                 task.cancel()
         await receiver.handle.call(lambda actor: actor.finish_update())
-        ready = [max(began, arrived) for arrived in files.arrivals]
-        arrivals = [arrived - files.arrivals[0] for arrived in files.arrivals]
-        first = name not in self._start_after
-        self._start_after[name] = (
-            0.0 if first else latest_start(arrivals, busy_seconds(ready, ends))
-        )
-        return asyncio.get_running_loop().time() - began
-
-    async def _time_to_start(self, name: str, files: ReplayStream[WeightFile]) -> float:
-        """Wait until a receiver should begin to load, and return the time.
-
-        It begins at once if nothing is known of it, and when all files are there.
-        """
-        reader = aiter(files)
-        await anext(reader, None)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._start_after.get(name, 0.0)):
-                async for _ in reader:
-                    pass
-        return asyncio.get_running_loop().time()
+        self._starts.learn(name, files.arrivals, timed)
+        return asyncio.get_running_loop().time() - timed.began
 
     async def _export(self, home: NodeHandle, arrivals: ReplayStream[WrittenBucket]) -> int:
         """Have the trainers write into `home`. Returns the bytes of deltas or whole buckets."""
@@ -649,14 +601,9 @@ class FileSync:
         if known is not None and await known.is_alive():
             return known
         handle = self._spawn(node_id, self._run, self._buckets)
-        folder = Path(await handle.call(lambda actor: actor.folder()))
+        folder = Path(await handle.call(lambda actor: actor.allocate()))
         self._nodes[node_id] = NodeHandle(node_id, handle, folder)
         return self._nodes[node_id]
-
-
-async def _noting_the_end(call: Result[Answer], ends: list[float]) -> None:
-    await call
-    ends.append(asyncio.get_running_loop().time())
 
 
 @asynccontextmanager

@@ -289,6 +289,8 @@ class SglangEngine:
             self._load.seat_seconds,
             self._load.kv_used,
             self._load.kv_polls,
+            self._load.computed(self._prompted + self._generated),
+            held=self._paused or bool(self._refusal),
         )
 
     async def check_health(self) -> None:
@@ -300,6 +302,7 @@ class SglangEngine:
             load = read_load(answer)
             self._load.seats = load.seats
             self._load.poll_kv(load.kv_used)
+            self._load.poll_kv_tokens(load.kv_tokens)
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""

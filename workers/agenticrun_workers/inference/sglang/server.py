@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from agenticrun_workers.inference.engine import EngineError, InvalidRequest
+from agenticrun_workers.inference.engine import STEP_SECONDS, EngineError, InvalidRequest
 from agenticrun_workers.inference.server_process import (
     HOST,
-    STEP_SECONDS,
     UPDATE_SECONDS,
     ServerClient,
     ServerSpec,
@@ -249,6 +248,8 @@ class Load:
     """Largest number of requests that are computed at once."""
     kv_used: float
     """Share of the KV cache that is in use."""
+    kv_tokens: int
+    """Tokens in that share."""
 
 
 def read_load(answer: bytes) -> Load:
@@ -257,6 +258,7 @@ def read_load(answer: bytes) -> Load:
     return Load(
         sum(load["max_running_requests"] for load in loads),
         sum(load["token_usage"] for load in loads) / len(loads),
+        sum(load["num_used_tokens"] for load in loads),
     )
 
 

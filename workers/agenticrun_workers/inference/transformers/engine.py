@@ -88,6 +88,8 @@ class TransformersEngine:
         self._between_steps = asyncio.Lock()
         self._server: asyncio.Task[None] | None = None
         self._generated = self._prompted = self._aborted = 0
+        self._computed = self._prefilling = 0
+        """As in `EngineStats`; changed in the engine's thread."""
         self._load_meter = LoadMeter(max_sessions)
 
     async def start(self) -> None:
@@ -199,6 +201,9 @@ class TransformersEngine:
             self._load_meter.seat_seconds,
             self._load_meter.kv_used,
             self._load_meter.kv_polls,
+            self._computed,
+            self._prefilling,
+            held=not (self._open.is_set() and self._ready.is_set()),
         )
 
     async def check_health(self) -> None:
@@ -303,7 +308,13 @@ class TransformersEngine:
 
         Runs in the engine's thread, once for all batches.
         """
-        return [self._compute(batch) for batch in batches]
+        results = []
+        for batch in batches:
+            self._prefilling = len(batch) * max(running.pending for running in batch)
+            results.append(self._compute(batch))
+            self._computed += self._prefilling
+            self._prefilling = 0
+        return results
 
     def _deliver(
         self, batch: list[RunningRequest], tokens: list[int], logprobs: list[float]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from agenticrun_workers.inference.engine import (
+    STEP_SECONDS,
     EngineError,
     EngineStartError,
     EngineStats,
@@ -24,7 +26,6 @@ from agenticrun_workers.inference.engine import (
 )
 from agenticrun_workers.inference.model_files import UpdateCheck, is_tied, shapes_of_model
 from agenticrun_workers.inference.server_process import (
-    STEP_SECONDS,
     UPDATE_SECONDS,
     ServerClient,
     ServerProcess,
@@ -34,6 +35,10 @@ from agenticrun_workers.inference.vllm.server import STOP_SECONDS, VllmServer
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 KV_USAGE = "vllm:kv_cache_usage_perc{"
+CACHE = "vllm:cache_config_info{"
+PROMPT_TOKENS = "vllm:prompt_tokens_total{"
+RESPONSE_TOKENS = "vllm:generation_tokens_total{"
+LABEL = re.compile(r'(\w+)="([^"]*)"')
 GENERATE = "/inference/v1/generate"
 ID_PREFIX = "generate-tokens-"
 """The server's prefix of request ids. `/abort_requests` ignores ids without it."""
@@ -103,6 +108,8 @@ class VllmEngine:
         self._refusal: str | None = None
         """Why new requests are refused until an update succeeds, or None."""
         self._sent = self._generated = self._prompted = self._aborted = 0
+        self._counted = 0
+        """Tokens that the server has counted: those of a prompt when all of it is computed."""
         self._load = LoadMeter(self._server.max_requests)
 
     async def start(self) -> None:
@@ -245,6 +252,8 @@ class VllmEngine:
             self._load.seat_seconds,
             self._load.kv_used,
             self._load.kv_polls,
+            self._load.computed(self._counted),
+            held=self._paused or self._refusal is not None,
         )
 
     async def check_health(self) -> None:
@@ -253,7 +262,10 @@ class VllmEngine:
             await self._http.check("/is_paused")
             metrics = await self._http.check("/metrics")
         with self._load.reading(), readable_answer():
-            self._load.poll_kv(read_kv_usage(metrics))
+            load = read_load(metrics)
+            self._load.poll_kv(load.kv_used)
+            self._load.poll_kv_tokens(load.kv_tokens)
+            self._counted = load.counted
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""
@@ -329,20 +341,42 @@ class VllmEngine:
         await self._http.post("/collective_rpc", body, seconds=UPDATE_SECONDS)
 
 
-def read_kv_usage(metrics: bytes) -> float:
-    """Return the share of the KV cache in use, from Prometheus' text; the mean over its cores.
+@dataclass(frozen=True)
+class Load:
+    """Use of a server, over all its cores."""
+
+    kv_used: float
+    """Mean share of the KV caches that is in use."""
+    kv_tokens: int
+    """Tokens for which there is room in that share."""
+    counted: int
+    """Tokens of prompts and responses that the server has counted."""
+
+
+def read_load(metrics: bytes) -> Load:
+    """Read Prometheus' text.
 
     Raises:
-        ValueError: the text has no such metric.
+        ValueError: it lacks a metric.
+        KeyError: it lacks a label.
     """
-    found = [
-        float(line.rsplit(None, 1)[1])
-        for line in metrics.decode().splitlines()
-        if line.startswith(KV_USAGE)
-    ]
+    lines = metrics.decode().splitlines()
+    shares = _values(lines, KV_USAGE)
+    caches = [dict(LABEL.findall(line)) for line in lines if line.startswith(CACHE)]
+    sizes = [int(cache["num_gpu_blocks"]) * int(cache["block_size"]) for cache in caches]
+    return Load(
+        sum(shares) / len(shares),
+        round(sum(share * size for share, size in zip(shares, sizes, strict=True))),
+        int(sum(_values(lines, PROMPT_TOKENS) + _values(lines, RESPONSE_TOKENS))),
+    )
+
+
+def _values(lines: list[str], metric: str) -> list[float]:
+    """Return the values of a metric, one per core. Raises ValueError if there is none."""
+    found = [float(line.rsplit(None, 1)[1]) for line in lines if line.startswith(metric)]
     if not found:
-        raise ValueError(f"no metric {KV_USAGE}")
-    return sum(found) / len(found)
+        raise ValueError(f"no metric {metric}")
+    return found
 
 
 def to_vllm(request: GenerationRequest, server_id: str) -> dict[str, Any]:
