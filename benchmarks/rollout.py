@@ -68,7 +68,7 @@ from agenticrun_workers.rollout.controller import RolloutController, RolloutPosi
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, GroupPlan, GroupTask
+from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, EpisodeTask, GroupPlan
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack
 from agenticrun_workers.types import (
@@ -583,8 +583,11 @@ async def hand_over(agent: str, episodes: int, seconds: float, traced: bool) -> 
     address = await asyncio.to_thread(mine.recv)
     endpoints = Endpoints(1, {"engine": Remote(Elsewhere(address))}, [Remote(TrajectoryStore())])
     await worker.set_endpoints(endpoints)
-    members = tuple(range(GROUP_SIZE))
-    tasks = [GroupTask(Stream.TRAIN, n, "A", members) for n in range(episodes // GROUP_SIZE)]
+    tasks = [
+        EpisodeTask(EpisodeKey(Stream.TRAIN, group, member), "A")
+        for group in range(episodes // GROUP_SIZE)
+        for member in range(GROUP_SIZE)
+    ]
     if traced:
         worker.begin_trace(MAX_SPANS_EACH)
     await worker.submit(pack(tasks))
