@@ -28,6 +28,8 @@ from agenticrun_api.crd import custom_resource_definition
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("crds/agenticrun_api", "operator/agenticrun_operator", "workers/agenticrun_workers")
 GAP = "…"
+_MOST_TEXTS = 16
+"""Texts of one message that differ in more than values, such as hints for several causes."""
 _LONGEST_CHAIN = 4
 """Steps from a message back through variables and functions of its module."""
 
@@ -91,6 +93,8 @@ class Catalogue:
 
     sections: list[Section]
     advice: dict[str, str]
+    expected: frozenset[str]
+    """Messages of a run in which nothing is wrong."""
     unplaced: list[Printed]
     """Printed by the code, but neither in a section nor named as internal."""
 
@@ -104,13 +108,16 @@ class Catalogue:
         return [
             message.text
             for message in self.messages
-            if not message.says_what_to_do and message.text not in self.advice
+            if not message.says_what_to_do
+            and message.text not in self.advice
+            and message.text not in self.expected
         ]
 
     @property
     def stale(self) -> list[str]:
         """Return the messages of messages.yaml that the code does not print."""
-        return sorted(self.advice.keys() - {message.text for message in self.messages})
+        named = self.advice.keys() | self.expected
+        return sorted(named - {message.text for message in self.messages})
 
 
 class Module:
@@ -193,11 +200,52 @@ class Module:
             texts = [self.texts(part) for part in local if isinstance(part, ast.Constant)]
             if len(local) == 1 and texts and has_words(texts[0][0]):
                 return texts[0]
+            chosen = [text for part in local for text in self._looked_up(part)]
+            if chosen:
+                return chosen
             found = self.constant(value.id)
             return [found] if found else [GAP]
         if isinstance(value, ast.IfExp | ast.Constant):
             return self.texts(value, depth + 1)
         return [GAP]
+
+    def _looked_up(self, value: ast.expr) -> list[str]:
+        """Return what an expression may take from a mapping of the module; nothing for others.
+
+        It is either `MAPPING.get(key)`, or `next((f"..." for ... in MAPPING.items() if ...), "")`.
+        """
+        match value:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=mapping), attr="get"), args=[_]):
+                return self._values_of(mapping)
+            case ast.Call(
+                func=ast.Name(id="next"),
+                args=[
+                    ast.GeneratorExp(
+                        elt=ast.JoinedStr(values=parts),
+                        generators=[
+                            ast.comprehension(
+                                iter=ast.Call(
+                                    func=ast.Attribute(value=ast.Name(id=mapping), attr="items")
+                                )
+                            )
+                        ],
+                    ),
+                    default,
+                ],
+            ):
+                values = self._values_of(mapping)
+                texts = [
+                    values if isinstance(part, ast.FormattedValue) else self.texts(part)
+                    for part in parts
+                ]
+                return [*self.texts(default), *_joined(texts)]
+        return []
+
+    def _values_of(self, mapping: str) -> list[str]:
+        for value in _assigned(self.tree, mapping):
+            if isinstance(value, ast.Dict):
+                return [text for item in value.values for text in self.texts(item)]
+        return []
 
     def _of_attribute(self, node: ast.Attribute, depth: int) -> list[str]:
         """Return the name of a reason, or what the module assigns to an attribute of `self`."""
@@ -230,10 +278,11 @@ class Module:
 
 def _assigned(within: ast.AST, target: str) -> list[ast.expr]:
     """Return the values that are assigned to a variable or attribute."""
+    assignments = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
     return [
         node.value
         for node in ast.walk(within)
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None
+        if isinstance(node, assignments) and node.value is not None
         if target
         in map(ast.unparse, node.targets if isinstance(node, ast.Assign) else [node.target])
     ]
@@ -259,7 +308,7 @@ def _file_of(module: str) -> Path | None:
 def _joined(parts: Iterable[list[str]]) -> list[str]:
     """Return all texts that choices of each part can make; never very many."""
     found = ["".join(choice) for choice in product(*parts)]
-    return found[:8]
+    return found[:_MOST_TEXTS]
 
 
 def _called(node: ast.Call) -> str:
@@ -371,8 +420,7 @@ def catalogue() -> Catalogue:
             message = home.messages.setdefault(text, Message(text, item.name in FINDINGS))
             if item.name == "rule":
                 message.fields.append(item.file)
-    news = dict.fromkeys(document()["normal"], "normal")
-    return Catalogue(sections, document()["advice"] | news, unplaced)
+    return Catalogue(sections, document()["advice"], frozenset(document()["expected"]), unplaced)
 
 
 def _grouped(text: str) -> str:
@@ -397,13 +445,19 @@ def page(found: Catalogue) -> str:
     """Return the page."""
     parts = [document()["page"].rstrip()]
     for section in found.sections:
+        messages = sorted(section.messages.values(), key=lambda item: item.text.lower())
+        faults = [message for message in messages if message.text not in found.expected]
+        news = [message for message in messages if message.text in found.expected]
         rows = [
             f"| {_code(message)} | {advice} |" if advice else f"| {_code(message)} | |"
-            for message in sorted(section.messages.values(), key=lambda item: item.text.lower())
+            for message in faults
             for advice in [found.advice.get(message.text)]
         ]
         table = "\n".join(["| message | do |", "|---|---|", *rows])
         parts.append(f"## {section.title}\n\n{section.text.rstrip()}\n\n{table}")
+        if news:
+            lines = "\n".join(f"- {_code(message)}" for message in news)
+            parts.append(f"### {section.title}: nothing is wrong\n\n{lines}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,23 +12,32 @@ from agenticrun_api import Reason
 from docs import messages
 
 ROOT = Path(__file__).parents[3]
-FOUND = messages.catalogue()
+
+
+@cache
+def found() -> messages.Catalogue:
+    """Return all messages. Not at import: collection would read them in each process."""
+    return messages.catalogue()
 
 
 def test_the_committed_page_is_what_the_generator_writes() -> None:
-    assert (ROOT / "docs/messages.md").read_text() == messages.page(FOUND), "run: make generate"
+    assert (ROOT / "docs/messages.md").read_text() == messages.page(found()), "run: make generate"
 
 
 def test_every_message_has_a_section() -> None:
-    assert FOUND.unplaced == [], "name them in tools/docs/messages.yaml: in a section, or internal"
+    assert found().unplaced == [], (
+        "name them in tools/docs/messages.yaml: in a section, or internal"
+    )
 
 
 def test_every_message_says_what_to_do() -> None:
-    assert FOUND.silent == [], "say it in the message, or in tools/docs/messages.yaml under advice"
+    assert found().silent == [], (
+        "say it in the message, or in tools/docs/messages.yaml under advice"
+    )
 
 
 def test_there_is_no_advice_on_a_message_that_no_code_prints() -> None:
-    assert FOUND.stale == [], "remove it from tools/docs/messages.yaml"
+    assert found().stale == [], "remove it from tools/docs/messages.yaml"
 
 
 def test_every_reason_is_in_troubleshooting() -> None:
@@ -47,16 +57,27 @@ def test_every_reason_is_in_troubleshooting() -> None:
         "spec.suspend: a suspended run does not train",
         "raise the quota, or use another namespace",
         "entropy: the policy has collapsed",
+        "CodeUnavailable: cannot install spec.code.pip",
+        "cannot fetch … from …: user or password in the Secret are wrong",
     ],
 )
 def test_messages_of_all_kinds_are_found(text: str) -> None:
-    page = messages.page(FOUND).replace("`: `", ": ")
+    page = messages.page(found()).replace("`: `", ": ")
     assert text in page
+
+
+def test_states_of_a_healthy_run_are_not_among_the_faults() -> None:
+    faults, _, healthy = messages.page(found()).partition(
+        "### Conditions and events: nothing is wrong"
+    )
+    for text in ("DriverRunning: attempt … runs as Ray job", "PodsReady: all … pods are ready"):
+        assert (text in faults, text in healthy) == (False, True)
 
 
 MODULE = '''
 """A module."""
 LIMIT = 8
+WORDS = {"403": "give the token the right", "404": "correct the name"}
 
 
 def choose(size):
@@ -71,6 +92,10 @@ def check(size, name):
     raise Invalid("spec.name", f"{name} {'ends' if size else 'begins'} with a dash: rename it")
     raise ValueError(choose(size))
     raise ValueError(str(name))
+    if cause := WORDS.get(name):
+        raise ValueError(f"{cause}: {name}")
+    hint = next((f": {said}" for word, said in WORDS.items() if word in name), "")
+    raise ValueError(f"cannot fetch {name}{hint} ({size})")
     log.warning("nobody reads this line")
     draft.event(Reason.NODE_LOST, f"node {name!r} is gone")
 '''
@@ -85,6 +110,11 @@ def test_texts_are_followed_through_variables_constants_and_functions(
     printed = messages.printed_in(tmp_path / "module.py", arguments)
     assert sorted(text for item in printed for text in item.texts) == [
         "NodeLost: node … is gone",
+        "cannot fetch … (…)",
+        "cannot fetch …: correct the name (…)",
+        "cannot fetch …: give the token the right (…)",
+        "correct the name: …",
+        "give the token the right: …",
         "size is missing: set it",
         "size is …: lower it",
         "spec.name: … begins with a dash: rename it",

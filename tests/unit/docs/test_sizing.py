@@ -37,7 +37,7 @@ MODELS = (
     Model("0.5B", 0.5e9, 24, 896, 2, 64),
     Model("8B", 8e9, 36, 4096, 8, 128),
     Model("32B", 32e9, 64, 5120, 8, 128),
-    Model("30B-A3B (not offered yet)", 30e9, 48, 2048, 4, 128),
+    Model("30B-A3B (for planning)", 30e9, 48, 2048, 4, 128),
 )
 
 
