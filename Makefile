@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
+# Machines that set it compile our code again in each of hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 DEVCLUSTER := $(PYTHON) tools/devcluster
