@@ -340,6 +340,10 @@ class Roles(Model):
         settings = self.of(role)
         return settings.replicas if isinstance(settings, WorkerRole) else 1
 
+    def total_gpus(self, role: Role) -> int:
+        """Return the number of GPUs of all pods of a role."""
+        return self.replicas(role) * self.of(role).gpus
+
     @property
     def elastic(self) -> dict[str, int]:
         """The replicas that may change, by role."""

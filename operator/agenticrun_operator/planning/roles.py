@@ -83,7 +83,8 @@ def _different_commits(draft: Draft, pods: list[Pod]) -> str:
 def _role(
     draft: Draft, role: Role, pods: list[Pod], image: str
 ) -> tuple[RoleStatus, Problem | None]:
-    settings, desired = draft.run.spec.roles.of(role), draft.run.spec.roles.replicas(role)
+    roles = draft.run.spec.roles
+    desired = roles.replicas(role)
     staying = [pod for pod in pods if not pod.deleting and not pod.orphan]
     ready = sum(pod.ready for pod in staying)
     problem: Problem | None = None
@@ -100,7 +101,7 @@ def _role(
         name=role.value,
         desired=desired,
         ready=ready,
-        gpus=settings.gpus * desired,
+        gpus=roles.total_gpus(role),
         image=image,
         message=message,
     )

@@ -32,6 +32,7 @@ def test_colocated_engines_live_on_the_trainers_pods() -> None:
     assert spec.roles.workers == (Role.TRAINER, Role.ENV)
     assert spec.actors_per_pod(Role.TRAINER) == {Role.TRAINER: 4, Role.INFERENCE: 4}
     assert (spec.actors(Role.TRAINER), spec.actors(Role.INFERENCE)) == (8, 8)
+    assert (spec.roles.total_gpus(Role.TRAINER), spec.roles.total_gpus(Role.ENV)) == (8, 0)
 
 
 def test_what_is_mounted_in_the_pods_reads_back_as_the_same_run() -> None:

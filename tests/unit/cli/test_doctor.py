@@ -24,6 +24,7 @@ from agenticrun_workers.cli.doctor.cluster import (
     quotas_left,
 )
 from agenticrun_workers.cli.doctor.machine import space
+from agenticrun_workers.cli.doctor.placement import usable_nodes
 from agenticrun_workers.cli.source import Kubectl
 from agenticrun_workers.findings import Verdict
 
@@ -92,8 +93,8 @@ def pod(node_name: str, gpus: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("nodes", "pods", "verdict", "found"),
     [
-        ([], [], Verdict.FAILED, "0 nodes, none of them ready"),
-        ([node("a", 8, ready="False")], [], Verdict.FAILED, "1 nodes, none of them ready"),
+        ([], [], Verdict.FAILED, "no node is ready and takes pods"),
+        ([node("a", 8, ready="False")], [], Verdict.FAILED, "no node is ready and takes pods"),
         ([node("a")], [], Verdict.WARNING, f"1 nodes are ready, none with {GPU}"),
         (
             [node("a", 8), node("b", 8), node("c", 8, cordoned=True)],
@@ -106,7 +107,7 @@ def pod(node_name: str, gpus: int) -> dict[str, Any]:
 def test_free_gpus_are_counted_on_nodes_that_take_pods(
     nodes: list[dict[str, Any]], pods: list[dict[str, Any]], verdict: Verdict, found: str
 ) -> None:
-    finding = gpus_left(nodes, pods)
+    finding = gpus_left(usable_nodes(nodes, pods))
     assert (finding.verdict, finding.found) == (verdict, found)
 
 

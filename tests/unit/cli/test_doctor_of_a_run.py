@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,12 @@ from agenticrun_workers.cli.doctor.machine import (
     memory_suffices,
     model_is_reachable,
 )
-from agenticrun_workers.cli.doctor.placement import fits_quotas, pods_fit, usable_nodes
+from agenticrun_workers.cli.doctor.placement import (
+    fits_quotas,
+    pod_requests,
+    pods_fit,
+    usable_nodes,
+)
 from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist, references
 from agenticrun_workers.cli.source import Kubectl, SourceError
 from agenticrun_workers.findings import Finding, Verdict
@@ -275,8 +282,115 @@ def test_everything_about_a_run_on_a_cluster_has_a_row(tmp_path: Path) -> None:
         "quotas": Verdict.OK,
         "images": Verdict.OK,
         "code": Verdict.OK,
-        "secret registry": Verdict.FAILED,
+        "secret registry": Verdict.WARNING,
     }
+
+
+def test_a_missing_pull_secret_is_a_warning_unless_something_needs_it() -> None:
+    found = objects_exist(a_run(imagePullSecrets=["registry"]), Answers())
+    assert found["secret registry"].verdict is Verdict.WARNING
+    assert "docker-registry registry" in found["secret registry"].advice
+    needs = {"imagePullSecrets": ["hub"], "code": {"git": {"url": "git@x:y", "secretName": "hub"}}}
+    assert objects_exist(a_run(**needs), Answers())["secret hub"].verdict is Verdict.FAILED
+
+
+def box(cpu: str, **fields: Any) -> dict[str, Any]:
+    return {"resources": {"requests": {"cpu": cpu}}, **fields}
+
+
+SIDECAR = {"restartPolicy": "Always"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "cpus"),
+    [
+        ({"containers": [box("1"), box("500m"), {}]}, 1.5),
+        ({"containers": [box("1")], "initContainers": [box("3")]}, 3),
+        ({"containers": [box("1")], "initContainers": [box("3"), box("2")]}, 3),
+        ({"containers": [box("1")], "initContainers": [box("3", **SIDECAR)]}, 4),
+        (
+            {"containers": [box("1")], "initContainers": [box("3", **SIDECAR), box("2")]},
+            5,  # the second runs beside the sidecar
+        ),
+        (
+            {"containers": [box("1")], "initContainers": [box("2"), box("3", **SIDECAR)]},
+            4,  # the first runs before the sidecar
+        ),
+        ({"containers": [box("1")], "overhead": {"cpu": "250m"}}, 1.25),
+        ({"containers": [{"resources": {"limits": {"cpu": "2"}}}]}, 2),
+        ({"containers": [box("1")], "resources": {"requests": {"cpu": "6"}}}, 6),
+    ],
+)
+def test_requests_of_a_pod_are_summed_by_the_rule_of_kubernetes(
+    spec: dict[str, Any], cpus: float
+) -> None:
+    assert pod_requests(spec)["cpu"] == cpus
+    (left,) = usable_nodes([node("a")], [{"spec": {"nodeName": "a", **spec}}])
+    assert (left.free["cpu"], left.free["pods"]) == (16 - cpus, 109)
+
+
+def test_containers_of_a_pod_template_count() -> None:
+    cache = {"name": "cache", "resources": {"requests": {"memory": "63Gi"}}}
+    run = a_run(roles={"env": {"podTemplate": {"spec": {"containers": [cache]}}}})
+    finding = pods_fit(run, usable_nodes([node("a")], []))
+    assert (finding.verdict, "role env asks for" in finding.found) == (Verdict.FAILED, True)
+    more = {"name": "ray", "resources": {"requests": {"cpu": 17}}}
+    run = a_run(roles={"env": {"podTemplate": {"spec": {"containers": [more]}}}})
+    finding = pods_fit(run, usable_nodes([node("a")], []))
+    assert "role env asks for 17 cpu" in finding.found
+
+
+def a_kubectl(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a kubectl on the PATH that runs a script. Returns the file of its command lines."""
+    calls = folder / "calls"
+    program = folder / "kubectl"
+    program.write_text(f'#!/bin/sh\necho "$*" >> {calls}\n{script}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return calls
+
+
+def a_file(folder: Path, **spec: Any) -> Path:
+    document = tiny_document()
+    del document["metadata"]["uid"]
+    document["spec"] |= spec
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(document))
+    return file
+
+
+def test_each_list_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = '{"metadata": {"name": "x"}}'
+    script = f"""case "$*" in
+version*) echo '{{"serverVersion": {{"gitVersion": "v1.34.0"}}}}';;
+*rayclusters.ray.io*) echo '{{"items": [{served}]}}';;
+"get resourcequotas"*) echo Forbidden >&2; exit 1;;
+*) echo '{{"items": []}}';;
+esac"""
+    calls = a_kubectl(tmp_path, script, monkeypatch)
+    monkeypatch.setattr(machine, "_torch", lambda cards: Finding(Verdict.OK))
+    done = CliRunner().invoke(app, ["doctor", "-f", str(a_file(tmp_path))])
+    assert "tiny on the cluster: pods" in done.output
+    lists = [line for line in calls.read_text().splitlines() if line.startswith("get ")]
+    for kind in ("nodes", "pods -A", "resourcequotas", "deployments -A"):
+        assert sum(line.startswith(f"get {kind}") for line in lists) == 1, lists
+    assert len(lists) == len(set(lists))
+
+
+def test_a_cluster_that_cannot_be_reached_is_one_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "The connection to the server 10.0.0.1:6443 was refused"
+    calls = a_kubectl(tmp_path, f"echo {said} >&2; exit 1", monkeypatch)
+    monkeypatch.setattr(machine, "_torch", lambda cards: Finding(Verdict.OK))
+    done = CliRunner().invoke(app, ["doctor", "-f", str(a_file(tmp_path))])
+    assert done.exit_code == 1, done.output
+    words = " ".join(re.sub("[│┃]", " ", done.output).split())
+    assert "the cluster cannot be reached: kubectl version -o json:" in words
+    assert "check KUBECONFIG" in words
+    assert words.endswith("to fix: the cluster: apiserver")
+    assert "tiny on" not in words
+    assert calls.read_text().splitlines() == ["version -o json"]
 
 
 def test_a_machine_has_memory_and_gpus_or_not() -> None:
@@ -300,11 +414,7 @@ def test_a_model_is_a_folder_or_made_by_the_run(tmp_path: Path) -> None:
 def test_the_command_ends_with_1_for_a_run_that_cannot_train_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    document = tiny_document()
-    del document["metadata"]["uid"]
-    document["spec"]["roles"] = TRAINS_ON_GPUS
-    file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(document))
+    file = a_file(tmp_path, roles=TRAINS_ON_GPUS)
     monkeypatch.setattr(machine, "_torch", lambda cards: Finding(Verdict.OK))
     monkeypatch.setattr(machine, "gpus", list)
     words = ["doctor", "--local", "-f", str(file)]

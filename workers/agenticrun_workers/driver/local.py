@@ -123,11 +123,7 @@ def check_gpus(run: AgenticRun, pods: Collection[Role], available: int) -> None:
         available: number of GPUs of this machine.
     """
     roles = run.spec.roles
-    asked = {
-        role.value: roles.replicas(role) * roles.of(role).gpus
-        for role in sorted(pods)
-        if roles.of(role).gpus
-    }
+    asked = {role.value: roles.total_gpus(role) for role in sorted(pods) if roles.total_gpus(role)}
     if sum(asked.values()) <= available:
         return
     on_cpus = " ".join(f"--set roles.{role}.gpus=0" for role in asked)

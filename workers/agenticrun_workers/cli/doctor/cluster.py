@@ -13,7 +13,7 @@ from agenticrun_api.crd import custom_resource_definition
 from agenticrun_api.names import GROUP, PLURAL
 from agenticrun_api.quantities import quantity
 from agenticrun_api.version import __version__, is_supported
-from agenticrun_workers.cli.doctor.placement import fits_quotas, pods_fit, usable_nodes
+from agenticrun_workers.cli.doctor.placement import Node, fits_quotas, pods_fit, usable_nodes
 from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist
 from agenticrun_workers.cli.local_code import PackagingError, find_local_code
 from agenticrun_workers.cli.source import Kubectl, NoCluster, NoKubectl, SourceError
@@ -28,8 +28,28 @@ CRD_COMMAND = "python -m agenticrun_api.crd | kubectl apply --server-side --forc
 """Works from a checkout and from the wheel: the module prints the CRD of this version."""
 
 
+class KubectlOfOneLook(Kubectl):
+    """Kubectl that reads each list once: several checks look at the same nodes and pods."""
+
+    def __init__(self, namespace: str | None = None, context: str | None = None) -> None:
+        super().__init__(namespace, context)
+        self._read: dict[tuple[str, ...], dict[str, Any] | SourceError] = {}
+
+    def json(self, *words: str) -> dict[str, Any]:
+        """See `Kubectl`."""
+        if words not in self._read:
+            try:
+                self._read[words] = super().json(*words)
+            except SourceError as error:
+                self._read[words] = error
+        found = self._read[words]
+        if isinstance(found, SourceError):
+            raise found
+        return found
+
+
 def cluster_findings(kubectl: Kubectl) -> dict[str, Finding]:
-    """Return the findings about the cluster, by name."""
+    """Return the findings about the cluster, by name; only `apiserver` if it cannot be reached."""
     try:
         server = json.loads(kubectl.run("version", "-o", "json", timeout=20))["serverVersion"]
     except NoKubectl:
@@ -37,7 +57,13 @@ def cluster_findings(kubectl: Kubectl) -> dict[str, Finding]:
     except NoCluster:
         return {"apiserver": not_checked("kubectl knows no cluster: set KUBECONFIG to check one")}
     except SourceError as error:
-        return {"apiserver": failed(str(error), "check KUBECONFIG, --context and the network")}
+        return {
+            "apiserver": failed(
+                f"the cluster cannot be reached: {error}",
+                "check KUBECONFIG, --context, your login and the network; --local leaves the "
+                "cluster out",
+            )
+        }
     checks: dict[str, Callable[[Kubectl], Finding]] = {
         "CRD": _crd,
         "operator": _operator,
@@ -69,9 +95,7 @@ def run_there(run: AgenticRun, folder: Path, kubectl: Kubectl) -> dict[str, Find
         folder: of the run's file, with modules that the pods may need.
     """
     checks: dict[str, Callable[[Kubectl], Finding]] = {
-        "pods": lambda kubectl: pods_fit(
-            run, usable_nodes(kubectl.json("nodes")["items"], _active_pods(kubectl))
-        ),
+        "pods": lambda kubectl: pods_fit(run, _usable_nodes(kubectl)),
         "quotas": lambda kubectl: fits_quotas(run, kubectl.json("resourcequotas")["items"]),
         "images": lambda kubectl: images_are_known(
             run, kubectl.json("nodes")["items"], _operators(kubectl)
@@ -159,10 +183,18 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
+OPERATOR_LABELS = {
+    "app.kubernetes.io/name": "agenticrun",
+    "app.kubernetes.io/component": "operator",
+}.items()
+
+
 def _operators(kubectl: Kubectl) -> Objects:
-    label = "app.kubernetes.io/name=agenticrun,app.kubernetes.io/component=operator"
-    found: Objects = kubectl.json("deployments", "-A", f"--selector={label}")["items"]
-    return found
+    return [
+        item
+        for item in kubectl.json("deployments", "-A")["items"]
+        if (item["metadata"].get("labels") or {}).items() >= OPERATOR_LABELS
+    ]
 
 
 def _operator(kubectl: Kubectl) -> Finding:
@@ -215,53 +247,31 @@ def deployments_run(deployments: Objects, fits: Callable[[str], bool], wanted: s
     return failed(found, "; ".join(bad)) if bad else ok(found)
 
 
-def _active_pods(kubectl: Kubectl) -> Objects:
-    ended = "status.phase!=Succeeded,status.phase!=Failed"
-    found: Objects = kubectl.json("pods", "-A", f"--field-selector={ended}")["items"]
-    return found
+def _usable_nodes(kubectl: Kubectl) -> list[Node]:
+    active = "--field-selector=status.phase!=Succeeded,status.phase!=Failed"
+    pods: Objects = kubectl.json("pods", "-A", active)["items"]
+    return usable_nodes(kubectl.json("nodes")["items"], pods)
 
 
 def _gpus(kubectl: Kubectl) -> Finding:
-    return gpus_left(kubectl.json("nodes")["items"], _active_pods(kubectl))
+    return gpus_left(_usable_nodes(kubectl))
 
 
-def gpus_left(nodes: Objects, pods: Objects) -> Finding:
-    """Return how many GPUs the nodes have, and how many are free."""
-    ready = [
-        node
-        for node in nodes
-        if not node["spec"].get("unschedulable")
-        and any(
-            condition["type"] == "Ready" and condition["status"] == "True"
-            for condition in node["status"].get("conditions") or []
-        )
-    ]
-    if not ready:
-        return failed(
-            f"{len(nodes)} nodes, none of them ready", "kubectl get nodes; kubectl describe node"
-        )
-    total = {
-        node["metadata"]["name"]: int(node["status"].get("allocatable", {}).get(GPU, 0))
-        for node in ready
-    }
-    used = dict.fromkeys(total, 0)
-    for pod in pods:
-        node = pod["spec"].get("nodeName")
-        if node in used:
-            used[node] += sum(
-                int((box.get("resources") or {}).get("requests", {}).get(GPU, 0))
-                for box in pod["spec"]["containers"]
-            )
-    free = {node: total[node] - used[node] for node in total}
-    with_gpus = [node for node, count in total.items() if count]
+def gpus_left(nodes: list[Node]) -> Finding:
+    """Return how many GPUs the usable nodes have, and how many are free."""
+    if not nodes:
+        return failed("no node is ready and takes pods", "kubectl get nodes; kubectl describe node")
+    with_gpus = [node for node in nodes if node.total.get(GPU)]
     if not with_gpus:
         return warning(
-            f"{len(ready)} nodes are ready, none with {GPU}",
+            f"{len(nodes)} nodes are ready, none with {GPU}",
             "runs with GPUs stay Pending: install NVIDIA's device plugin or GPU operator",
         )
+    free = [node.free[GPU] for node in with_gpus]
+    total = sum(node.total[GPU] for node in with_gpus)
     return ok(
-        f"{sum(free.values())} of {sum(total.values())} free on {len(with_gpus)} nodes; "
-        f"at most {max(free.values())} on one node"
+        f"{sum(free):g} of {total:g} free on {len(with_gpus)} nodes; "
+        f"at most {max(free):g} on one node"
     )
 
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from agenticrun_api.version import __version__
 from agenticrun_workers.cli.check_env import table
 from agenticrun_workers.cli.common import Changes, load
-from agenticrun_workers.cli.doctor.cluster import cluster_findings, run_there
+from agenticrun_workers.cli.doctor.cluster import KubectlOfOneLook, cluster_findings, run_there
 from agenticrun_workers.cli.doctor.machine import machine_findings, run_here
-from agenticrun_workers.cli.source import Context, Kubectl, Namespace
+from agenticrun_workers.cli.source import Context, Namespace
 from agenticrun_workers.findings import Finding, Report, Verdict
 
 
@@ -36,8 +36,8 @@ def doctor(
 ) -> None:
     """Check this machine and the cluster that kubectl reaches, and say what to fix.
 
-    With a run, check whether it can start: on the cluster, or with --local, or if kubectl reaches
-    none, on this machine.
+    With a run, check whether it can start on the cluster. With --local, or if kubectl knows no
+    cluster, check whether it can start on this machine.
     Exit codes: 0 nothing stands in the way, 1 something does, 64 the run is invalid.
     """
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
@@ -51,9 +51,10 @@ def doctor(
     show("this machine", machine_findings(), f"this machine, AgenticRun {__version__}")
     here = local
     if not local:
-        kubectl = Kubectl(namespace, context)
+        kubectl = KubectlOfOneLook(namespace, context)
         cluster = show("the cluster", cluster_findings(kubectl))
         here = cluster.findings["apiserver"].verdict is Verdict.NOT_CHECKED
+        reached = len(cluster.findings) > 1
     if file is not None:
         run = load(file, changes, local=here)
         name = run.metadata.name
@@ -61,7 +62,8 @@ def doctor(
             show(f"{name} on this machine", run_here(run, file.parent))
         else:
             del reports["this machine"]  # the run does not need it
-            show(f"{name} on the cluster", run_there(run, file.parent, kubectl))
+            if reached:
+                show(f"{name} on the cluster", run_there(run, file.parent, kubectl))
     failed = [
         f"{place}: {name}"
         for place, report in reports.items()

@@ -157,7 +157,7 @@ def gpus_suffice(run: AgenticRun, cards: int) -> Finding:
     """Compare the GPUs of a run with those of one machine."""
     roles = run.spec.roles
     pods = {*roles.workers, run.spec.engine_role}
-    asked = {role.value: roles.replicas(role) * roles.of(role).gpus for role in sorted(pods)}
+    asked = {role.value: roles.total_gpus(role) for role in sorted(pods)}
     found = f"the run asks for {sum(asked.values())}, this machine has {cards}"
     if sum(asked.values()) <= cards:
         return ok(found)

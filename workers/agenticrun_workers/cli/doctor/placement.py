@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenticrun_api import AgenticRun, Role
+from agenticrun_api.names import RAY_CONTAINER
 from agenticrun_api.quantities import quantity
 from agenticrun_api.roles import PodRole, Resources
 from agenticrun_workers.findings import Finding, failed, ok, warning
@@ -50,15 +51,63 @@ def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
 
 
 def requests_of(settings: PodRole) -> Amounts:
-    """Return what the Ray container of a role's pod requests."""
+    """Return what a role's pod requests: its Ray container and what podTemplate adds."""
     given = settings.resources or Resources()
-    found = {"cpu": quantity(settings.cpus), "memory": quantity(settings.memory)}
+    asked = {"cpu": settings.cpus, "memory": settings.memory}
     if settings.gpus:
-        found[settings.gpu_resource_name] = float(settings.gpus)
-    # As Kubernetes has it: a limit without a request is the request.
-    for amounts in (given.limits, given.requests):
-        found |= {name: quantity(amount) for name, amount in amounts.items()}
+        asked[settings.gpu_resource_name] = str(settings.gpus)
+    ray = {"resources": {"requests": asked | given.limits | given.requests}}
+    added = settings.overlay.spec
+    merged = [box for box in added.get("containers") or [] if box["name"] == RAY_CONTAINER]
+    beside = [box for box in added.get("containers") or [] if box["name"] != RAY_CONTAINER]
+    for box in merged:
+        ray["resources"]["requests"] |= (box.get("resources") or {}).get("requests") or {}
+    return pod_requests({**added, "containers": [ray, *beside]})
+
+
+def pod_requests(spec: Mapping[str, Any]) -> Amounts:
+    """Return what a pod spec requests, by Kubernetes' rule.
+
+    Containers and native sidecars (init containers that restart Always) add up. Another init
+    container runs before the containers, beside the sidecars that are listed before it, so the
+    largest sum counts.
+    https://kubernetes.io/docs/concepts/workloads/pods/sidecar-containers/#resource-sharing-within-containers
+    """
+    sidecars: Amounts = {}
+    largest: Amounts = {}
+    for container in spec.get("initContainers") or []:
+        asked = _requests(container)
+        if container.get("restartPolicy") == "Always":
+            _add(sidecars, asked)
+            asked = {}
+        _add(asked, sidecars)
+        largest = _max(largest, asked)
+    running = dict(sidecars)
+    for container in spec["containers"]:
+        _add(running, _requests(container))
+    of_the_pod = (spec.get("resources") or {}).get("requests")
+    found = _max(largest, running) | _amounts(of_the_pod)
+    _add(found, _amounts(spec.get("overhead")))
     return found
+
+
+def _requests(container: Mapping[str, Any]) -> Amounts:
+    """Return the requests of a container. A limit without a request is the request."""
+    resources = container.get("resources") or {}
+    return _amounts(resources.get("limits")) | _amounts(resources.get("requests"))
+
+
+def _amounts(quantities: Mapping[str, str | int] | None) -> Amounts:
+    return {name: quantity(str(given)) for name, given in (quantities or {}).items()}
+
+
+def _add(total: Amounts, amounts: Amounts, times: float = 1.0) -> None:
+    for name, amount in amounts.items():
+        total[name] = total.get(name, 0.0) + times * amount
+
+
+def _max(one: Amounts, other: Amounts) -> Amounts:
+    return {name: max(one.get(name, 0.0), other.get(name, 0.0)) for name in {**one, **other}}
 
 
 def usable_nodes(nodes: Objects, pods: Objects) -> list[Node]:
@@ -72,28 +121,15 @@ def usable_nodes(nodes: Objects, pods: Objects) -> list[Node]:
         )
         if not ready or spec.get("unschedulable"):
             continue
-        total = {name: quantity(text) for name, text in status.get("allocatable", {}).items()}
+        total = _amounts(status.get("allocatable"))
         metadata = item["metadata"]
         here = [pod for pod in pods if pod["spec"].get("nodeName") == metadata["name"]]
         free = dict(total)
         for pod in here:
-            _subtract(free, _requests_of_pod(pod))
+            _add(free, {**pod_requests(pod["spec"]), "pods": 1.0}, -1)
         labels, taints = metadata.get("labels") or {}, spec.get("taints") or []
         found.append(Node(metadata["name"], labels, taints, total, free))
     return found
-
-
-def _requests_of_pod(pod: Mapping[str, Any]) -> Amounts:
-    found: Counter[str] = Counter({"pods": 1})
-    for container in pod["spec"]["containers"]:
-        for name, text in ((container.get("resources") or {}).get("requests") or {}).items():
-            found[name] += quantity(text)  # type: ignore[assignment]
-    return dict(found)
-
-
-def _subtract(free: Amounts, asked: Amounts) -> None:
-    for name, amount in asked.items():
-        free[name] = free.get(name, 0.0) - amount
 
 
 def _lacks(has: Amounts, asked: Amounts) -> str | None:
@@ -140,7 +176,7 @@ def pods_fit(run: AgenticRun, nodes: list[Node]) -> Finding:
         for node in nodes:
             pod = {**asked[role], "pods": 1.0}
             if node.takes(run.spec.roles.of(role)) and _lacks(left[node.name], pod) is None:
-                _subtract(left[node.name], pod)
+                _add(left[node.name], pod, -1)
                 break
         else:
             waiting[role] += 1
@@ -191,8 +227,7 @@ def _needed(run: AgenticRun) -> Amounts:
     total: Amounts = {}
     roles = (Role.DRIVER, *run.spec.roles.workers)
     for role in roles:
-        for name, amount in requests_of(run.spec.roles.of(role)).items():
-            total[name] = total.get(name, 0.0) + amount * run.spec.roles.replicas(role)
+        _add(total, requests_of(run.spec.roles.of(role)), run.spec.roles.replicas(role))
     pods = float(sum(run.spec.roles.replicas(role) for role in roles))
     found = {f"requests.{name}": amount for name, amount in total.items()}
     found |= {name: total[name] for name in ("cpu", "memory")}

@@ -8,7 +8,7 @@ from typing import Any
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_workers.cli.source import Kubectl, SourceError
-from agenticrun_workers.findings import Finding, failed, not_checked, ok, warning
+from agenticrun_workers.findings import Finding, Verdict, failed, not_checked, ok, warning
 
 Objects = list[dict[str, Any]]
 
@@ -35,10 +35,12 @@ class Reference:
     field: str
     keys: tuple[str, ...] = ()
     """Keys of a Secret or ConfigMap that the run reads."""
+    pulls_images: bool = False
+    """True for a Secret of imagePullSecrets: without it, a node pulls as nobody."""
 
 
 def references(run: AgenticRun) -> Iterator[Reference]:
-    """Yield the objects that a run names and cannot do without."""
+    """Yield the objects that a run names, without those that it calls optional."""
     spec = run.spec
     if spec.hugging_face:
         if spec.hugging_face.secret_name:
@@ -48,7 +50,7 @@ def references(run: AgenticRun) -> Iterator[Reference]:
             field = "spec.huggingFace.cacheClaimName"
             yield Reference("persistentvolumeclaim", spec.hugging_face.cache_claim_name, field)
     for number, name in enumerate(spec.image_pull_secrets):
-        yield Reference("secret", name, f"spec.imagePullSecrets[{number}]")
+        yield Reference("secret", name, f"spec.imagePullSecrets[{number}]", pulls_images=True)
     if spec.priority_class_name:
         yield Reference("priorityclass", spec.priority_class_name, "spec.priorityClassName")
     yield from _of_code(run)
@@ -119,7 +121,7 @@ def objects_exist(run: AgenticRun, kubectl: Kubectl) -> dict[str, Finding]:
     for reference in references(run):
         name = f"{reference.kind} {reference.name}"
         before = found.get(name)
-        if before is None or before.advice == "":
+        if before is None or before.verdict is not Verdict.FAILED:
             found[name] = _exists(reference, kubectl)
     return found
 
@@ -132,7 +134,15 @@ def _exists(reference: Reference, kubectl: Kubectl) -> Finding:
         keys = kubectl.run("get", reference.kind, reference.name, "-o", output).decode().split()
     except SourceError as error:
         if "NotFound" in str(error) or "not found" in str(error):
-            return failed(f"it does not exist; {reference.field} names it", advice)
+            missing = f"it does not exist; {reference.field} names it"
+            if reference.pulls_images:
+                return warning(
+                    f"{missing}: nodes pull images without it",
+                    f"kubectl create secret docker-registry {reference.name} "
+                    "--docker-server=... --docker-username=... --docker-password=..., "
+                    "if a registry asks for a login",
+                )
+            return failed(missing, advice)
         return not_checked(f"cannot be read ({reference.field}): {error}")
     if lacking := [key for key in reference.keys if key not in keys]:
         return failed(f"it has no key {', '.join(lacking)} ({reference.field})", advice)
