@@ -155,7 +155,7 @@ class Soak:
         self._rng = rng
         self._began = time.monotonic()
         self._pids: dict[str, int] = {}
-        """Of the processes that live from the beginning to the end."""
+        """Process ids of those that live from the beginning to the end."""
         self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.faults: list[tuple[float, str, str]] = []
         """Seconds since the beginning, class of the actor, signal."""

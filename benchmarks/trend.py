@@ -1,4 +1,4 @@
-"""Whether a series of samples grows, or only varies."""
+"""Tells growth of a series of samples from noise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEVIATIONS = 3.0
 
 @dataclass(frozen=True)
 class Trend:
-    """What a series does from its first to its last sample, in its unit."""
+    """Growth and noise of a series from its first to its last sample, in its unit."""
 
     growth: float
     """Rise of the line through the samples."""

@@ -125,7 +125,7 @@ class CpuClock:
     """Notes the CPU seconds of each phase of a test, child processes that have ended included."""
 
     def pytest_collection_finish(self) -> None:
-        """Start the clock: imports are nobody's."""
+        """Start the clock: imports count for no test."""
         self._before = _cpu_seconds()
 
     @pytest.hookimpl(wrapper=True)

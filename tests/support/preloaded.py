@@ -15,11 +15,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pytest
 import ray
 
 from waiting import eventually
@@ -66,9 +66,7 @@ def preloaded_actors() -> Iterator[None]:
 
     They can import the modules of tests/support.
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", _python_path())
-        _patch_ray(_script(), patch)
+    with mock.patch.dict(os.environ, {"PYTHONPATH": _python_path()}), _patched_ray(_script()):
         yield
 
 
@@ -78,17 +76,22 @@ def _python_path() -> str:
 
 def _before_ray_starts(runtime_env: dict[str, Any] | None) -> dict[str, Any] | None:
     """Patch Ray; `ray.init` calls it in the command's process."""
-    _patch_ray(os.environ[_EXECUTABLE], pytest.MonkeyPatch())
+    _kept.append(patch := ExitStack())  # for the life of the process
+    patch.enter_context(_patched_ray(os.environ[_EXECUTABLE]))
     return runtime_env
 
 
-def _patch_ray(script: str, patch: pytest.MonkeyPatch) -> None:
-    """Replace the interpreter of Ray's daemons, and leave out one that nobody listens to.
+@contextmanager
+def _patched_ray(script: str) -> Iterator[None]:
+    """Replace the interpreter of Ray's daemons, and start no log monitor: tests read log files.
 
     `script` becomes a plain interpreter for everything except workers.
     """
-    patch.setattr(sys, "executable", script)
-    patch.setattr(ray._private.node.Node, "start_log_monitor", lambda _: None)
+    with (
+        mock.patch.object(sys, "executable", script),
+        mock.patch.object(ray._private.node.Node, "start_log_monitor", return_value=None),
+    ):
+        yield
 
 
 @functools.cache

@@ -171,7 +171,7 @@ class Remote(ActorHandle[Any]):
         while self._outcomes:
             outcome = self._outcomes.pop()
             outcome.set_exception(ActorDied("it was killed"))
-            outcome.exception()  # nobody may wait for it
+            outcome.exception()  # or asyncio warns, if nothing awaits it
 
     def _call(self, call: Invocation) -> Result[Any]:
         outcome = asyncio.get_running_loop().create_future()

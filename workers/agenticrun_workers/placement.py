@@ -50,8 +50,8 @@ def check_placement(placement: Placement, roles: Collection[str]) -> None:
         )
 
 
-def emptying_nodes(nodes: Mapping[Member, str]) -> list[Member]:
-    """Return actors in an order in which nodes become empty one after the other.
+def in_leaving_order(nodes: Mapping[Member, str]) -> list[Member]:
+    """Return actors in the order in which they should leave: nodes become empty one by one.
 
     Those with the fewest actors come first, and among these the newest.
 

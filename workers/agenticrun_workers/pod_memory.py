@@ -12,7 +12,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 class PodMemory:
-    """Memory of the control group of this process, with all other processes of the pod.
+    """Memory of this process's control group, which it shares with the other processes of the pod.
 
     Args:
         root: where the control groups are mounted.

@@ -72,7 +72,7 @@ class Run:
     """A loop on fakes. `events` is what happened, in order."""
 
     count = 1
-    """Of its engines."""
+    """Number of engines."""
 
     def __init__(
         self,

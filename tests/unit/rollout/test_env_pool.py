@@ -422,6 +422,18 @@ class Elastic:
         self.handles.append(Remote(self.workers[-1]))
         return self.handles[-1]
 
+    async def play(self, number: int) -> list[asyncio.Task[EpisodeResult]]:
+        """Start the workers and this many groups of two; return when all episodes are played."""
+        await self.pool.start()
+        playing = [asyncio.create_task(self.pool.run(task)) for task in groups(number)]
+        await self.until_played(2 * number)
+        return playing
+
+    async def until_played(self, episodes: int) -> None:
+        await eventually_in_loop(
+            lambda: len(self.played) == episodes, 20, f"{episodes} episodes have begun"
+        )
+
     @property
     def settled(self) -> bool:
         pool = self.pool
@@ -431,14 +443,12 @@ class Elastic:
 
 async def test_a_worker_that_joins_gets_new_groups() -> None:
     world = Elastic(1, held=True)
-    await world.pool.start()
-    first = [asyncio.create_task(world.pool.run(task)) for task in groups(3)]
-    await eventually_in_loop(lambda: len(world.played) == 6, 20, "they are played")
+    first = await world.play(3)
     world.pool.resize(2)
     assert world.pool.joining == 1
     await eventually_in_loop(lambda: world.settled, 20, "it has joined")
     second = [asyncio.create_task(world.pool.run(task)) for task in groups(5)[6:]]
-    await eventually_in_loop(lambda: len(world.played) == 10, 20, "all are played")
+    await world.until_played(10)
     assert set(world.played[6:]) == {(1, 3), (1, 4)}
     world.released.set()
     assert reasons(await asyncio.gather(*first, *second)) == {StopReason.COMPLETED}
@@ -447,13 +457,11 @@ async def test_a_worker_that_joins_gets_new_groups() -> None:
 
 async def test_a_worker_that_leaves_gets_no_new_group_and_ends_with_its_last() -> None:
     world = Elastic(2, held=True)
-    await world.pool.start()
-    first = [asyncio.create_task(world.pool.run(task)) for task in groups(2)]
-    await eventually_in_loop(lambda: len(world.played) == 4, 20, "they are played")
+    first = await world.play(2)
     world.pool.resize(1)
     assert world.pool.leaving == 1
     second = [asyncio.create_task(world.pool.run(task)) for task in groups(4)[4:]]
-    await eventually_in_loop(lambda: len(world.played) == 8, 20, "all are played")
+    await world.until_played(8)
     assert {number for number, _ in world.played[4:]} == {0}
     assert not world.handles[1].killed, "its episodes go on"
     world.released.set()
@@ -470,12 +478,10 @@ async def test_others_play_the_groups_of_a_worker_that_takes_too_long_to_leave(
     monkeypatch.setattr(env_pool, "DRAIN_SECONDS", 0.01)
     world = Elastic(2, held=True)
     store = TrajectoryStore()
-    await world.pool.start()
+    playing = await world.play(2)
     await world.pool.set_endpoints({}, [Remote(store)])
-    playing = [asyncio.create_task(world.pool.run(task)) for task in groups(2)]
-    await eventually_in_loop(lambda: len(world.played) == 4, 20, "they are played")
     world.pool.resize(1)
-    await eventually_in_loop(lambda: len(world.played) == 6, 20, "one is played again")
+    await world.until_played(6)
     world.released.set()
     assert reasons(await asyncio.gather(*playing)) == {StopReason.COMPLETED}
     with pytest.raises(PermissionError):
@@ -485,9 +491,7 @@ async def test_others_play_the_groups_of_a_worker_that_takes_too_long_to_leave(
 
 async def test_a_worker_that_dies_while_it_leaves_is_not_replaced() -> None:
     world = Elastic(2, held=True)
-    await world.pool.start()
-    playing = [asyncio.create_task(world.pool.run(task)) for task in groups(2)]
-    await eventually_in_loop(lambda: len(world.played) == 4, 20, "they are played")
+    playing = await world.play(2)
     world.pool.resize(1)
     world.workers[1].die()
     world.released.set()

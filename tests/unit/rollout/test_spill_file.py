@@ -1,4 +1,4 @@
-"""What is spilled to disk comes back as it was, and leaves nothing behind."""
+"""Bytes come back from disk as they were, and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.inference.engine import EngineStats
 from agenticrun_workers.launch import ActorDied, ActorHandle
-from agenticrun_workers.placement import Placement, emptying_nodes
+from agenticrun_workers.placement import Placement, in_leaving_order
 from agenticrun_workers.weights.sync import Receiver, SyncReport, WeightSync
 
 if TYPE_CHECKING:
@@ -225,13 +225,13 @@ class EnginePool:
         return self._slots[-1]
 
     def _keep(self, slot: _Slot, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do this for a slot in the background, until the slot is given up."""
+        """Run `work` for a slot in the background, until the slot is given up."""
         slot.keeper = asyncio.create_task(self._or_fail(work), name=f"keep-{slot.number}")
         self._keepers.add(slot.keeper)
         slot.keeper.add_done_callback(self._keepers.discard)
 
     async def _or_fail(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do this. An error in it ends the attempt."""
+        """Run `work`. An error in it ends the attempt."""
         try:
             await work()
         except Exception as error:
@@ -327,7 +327,7 @@ class EnginePool:
         served = {slot.engine_id: slot for slot in self._slots if slot.engine_id}
         nodes = {engine_id: self._receivers[engine_id].node_id for engine_id in served}
         starting = [slot for slot in self._slots if not slot.engine_id]
-        return starting + [served[engine_id] for engine_id in emptying_nodes(nodes)]
+        return starting + [served[engine_id] for engine_id in in_leaving_order(nodes)]
 
 
 async def _stats_of(engine: ActorHandle[EngineActor]) -> EngineStats:

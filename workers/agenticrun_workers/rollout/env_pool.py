@@ -29,7 +29,7 @@ from agenticrun_workers.launch import (
     OtherActorDied,
     Result,
 )
-from agenticrun_workers.placement import emptying_nodes
+from agenticrun_workers.placement import in_leaving_order
 from agenticrun_workers.rollout.groups import (
     Endpoints,
     EpisodeResult,
@@ -447,7 +447,7 @@ class EnvPool:
             joining.cancel()
             surplus -= 1
         nodes = {worker: self._node_of(worker.handle) for worker in staying}
-        for worker in emptying_nodes(nodes)[: max(surplus, 0)]:
+        for worker in in_leaving_order(nodes)[: max(surplus, 0)]:
             worker.leaving = True
             self._watch_over(self._retire(worker))
 

@@ -32,7 +32,7 @@ class DamagedBlock(Exception):
 
 
 class _Segment:
-    """A file without a name. It is closed, and so deleted, when nobody uses it any more."""
+    """A file without a name, which is deleted when it is closed: after its last use."""
 
     def __init__(self, folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -45,7 +45,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Where bytes lie in a `SpillFile`."""
+    """The place and the checksum of bytes in a `SpillFile`."""
 
     segment: _Segment
     offset: int

@@ -37,7 +37,7 @@ Measured with tracemalloc: within 5 % for 1 to 20 turns of 15 to 1024 tokens.
 
 @dataclass(frozen=True, slots=True)
 class StoreUse:
-    """What a store has in memory, and has written to disk since it began."""
+    """Bytes that a store has in memory, and those that it has spilled since it began."""
 
     memory_bytes: int
     spilled_bytes: int
@@ -57,7 +57,8 @@ class _Stored:
 class TrajectoryStore:
     """Trajectories by key, until they are discarded.
 
-    An async Ray actor without locks: no method awaits while it changes state.
+    An async Ray actor without locks. While a trajectory is written to disk, others may come and go,
+    and so may this one: `_write` looks again afterwards.
 
     Args:
         memory_bytes: how much stays in memory; by default a share of the pod's.
