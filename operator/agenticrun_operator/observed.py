@@ -15,6 +15,7 @@ from agenticrun_api.names import (
     LABEL_RUN_UID,
     RAY_CONTAINER,
 )
+from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.resources import (
     Child,
     Manifest,
@@ -194,6 +195,8 @@ class Observed:
     """The last action on the job that this operator carried out, and when."""
     deletions: Mapping[str, datetime] = field(default_factory=dict)
     """When this operator last asked to delete an object, by uid."""
+    scaling_refusal: tuple[ClusterError, datetime] | None = None
+    """Why and when the apiserver refused to give the RayCluster the replicas of this spec."""
     end_time: str | None = None
     """`status.job.endTime` as this operator set it, for a CRD that does not have the field yet."""
 

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from typing import TypeVar
 
 from agenticrun_api import AgenticRun, Phase, Reason
-from agenticrun_operator.cluster import Head, HeadAddress, Kube, NotServed
+from agenticrun_operator.cluster import Denied, Head, HeadAddress, Kube, NotServed
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.metrics import HEADS_UNREACHABLE
@@ -52,6 +52,8 @@ FIRST_SILENCE_SECONDS = 4.0
 MAX_SILENCE_SECONDS = 30.0
 PREPARING_SECONDS = 15.0
 """Time that a node has for the volumes and the network of a pod before its events are read."""
+DENIED_SECONDS = 30.0
+"""Time after which events that were denied are asked for again."""
 JITTER = 0.3
 """Share of the silence that is random, so that the heads of a lost node are not asked together."""
 Answer = TypeVar("Answer")
@@ -96,6 +98,8 @@ class Observer:
         self._key = key
         self._clock = clock
         self._random_tokens = RandomTokens(kube)
+        self._events_denied: dict[str, datetime] = {}
+        """When the events of a namespace were denied last."""
         self._silent: dict[tuple[str, str], _Silence] = {}
         """By the run's uid and the part of its head."""
 
@@ -246,11 +250,17 @@ class Observer:
         return age.total_seconds() >= PREPARING_SECONDS
 
     async def _read_problem(self, namespace: str, pod: Pod) -> Problem | None:
+        denied = self._events_denied.get(namespace)
+        if denied and (self._clock() - denied).total_seconds() < DENIED_SECONDS:
+            return None
         try:
             return problem_of_warnings(await self._kube.list_pod_warnings(namespace, pod.uid))
-        except ClusterError as error:  # a chart of an earlier release gives no right to do this
+        except Denied as error:  # a chart of an earlier release gives no right to do this
+            self._events_denied[namespace] = self._clock()
+            log.warning("cannot read the events of pods in %s: %s", namespace, error)
+        except ClusterError as error:
             log.warning("cannot read the events of pod %s: %s", pod.name, error)
-            return None
+        return None
 
     async def _ask(
         self, part: tuple[str, str], ask: Callable[[], Awaitable[Answer]]

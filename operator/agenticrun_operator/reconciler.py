@@ -24,6 +24,7 @@ from agenticrun_operator.cluster import (
     NotServed,
     Refused,
 )
+from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.metrics import CONFLICTS
 from agenticrun_operator.observed import JobTrouble, Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
@@ -74,6 +75,8 @@ class RunCache:
     """The last action on the job that was carried out, and when."""
     deletions: Mapping[str, datetime] = field(default_factory=dict)
     """When an object was last asked to be deleted, by uid."""
+    scaling_refusal: tuple[int, ClusterError, datetime] | None = None
+    """Generation of the run, and why and when the apiserver refused to change its RayCluster."""
     ended: tuple[str, str] | None = None
     """Submission id and end time of the newest attempt that this operator saw end."""
 
@@ -280,6 +283,8 @@ class Reconciler:
             await self._applier.change_cluster(plan_)
         except (Refused, Denied) as error:
             log.warning("%s: the RayCluster cannot be changed: %s", "/".join(key), error)
+            refusal = run.metadata.generation, error, self._clock()
+            cached = replace(cached, scaling_refusal=refusal)
             plan_ = plan(run, observed, self._clock(), self._images, self._key, scaling_error=error)
         job = plan_.status.job if plan_.status else None
         if job and job.end_time:
@@ -351,6 +356,9 @@ class Reconciler:
         run, ended = cached.run, cached.ended
         job = run.status.job
         end_time = ended[1] if job and ended and ended[0] == job.submission_id else None
+        refusal = cached.scaling_refusal
+        if refusal and refusal[0] != run.metadata.generation:
+            refusal = None
         trouble = cached.job_trouble
         if trouble and (job is None or job.submission_id != trouble.submission_id):
             trouble = None
@@ -361,6 +369,7 @@ class Reconciler:
             tokens_sent_at=cached.tokens_sent_at,
             last_action=cached.last_action,
             deletions=cached.deletions,
+            scaling_refusal=refusal and refusal[1:],
             end_time=end_time,
         )
 

@@ -77,6 +77,9 @@ def plan(
     draft.look_again(SAFETY_NET_SECONDS)
     _accept(draft, observed)
     lost_pods.remove_stuck(draft, observed)
+    if observed.scaling_refusal and scaling_error is None:
+        refused, asked = observed.scaling_refusal
+        scaling_error = None if draft.may_repeat(asked) else refused
     if cause := suspension.find_cause(draft, observed, scaling_error):
         suspension.suspend(draft, observed, images, cause)
         return draft.finish(observed.last_status_write)

@@ -243,3 +243,26 @@ async def test_pods_that_start_in_time_or_whose_events_are_denied_cost_nothing(
     await operator.reconcile()
     assert "list events" in world.requests
     assert condition(world, ConditionType.ROLES_READY).reason == "PodsPending"
+
+
+async def test_events_that_are_denied_are_asked_for_again_after_a_while_only(
+    world: World, operator: Operator
+) -> None:
+    world.events_denied = True
+    node_waits_for_a_secret(world)
+    await operator.reconcile()
+    world.now += timedelta(seconds=60)
+
+    async def look_once_a_second(seconds: int) -> None:
+        for _ in range(seconds):
+            node_waits_for_a_secret(world)
+            await operator.reconcile()
+            world.now += timedelta(seconds=1)
+
+    await look_once_a_second(30)
+    assert world.requests.count("list events") == 1
+    await look_once_a_second(60)
+    assert world.requests.count("list events") == 3
+    world.events_denied = False
+    await look_once_a_second(31)
+    assert condition(world, ConditionType.ROLES_READY).reason == "MountFailed"

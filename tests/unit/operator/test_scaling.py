@@ -177,6 +177,60 @@ async def test_an_operator_that_may_not_change_rayclusters_stops_the_driver() ->
     assert "cannot update" in event
 
 
+async def pass_time(operator: Operator, seconds: int, step: int) -> None:
+    """Let the operator look at a run that trains once in a second."""
+    for _ in range(seconds):
+        operator.world.drive(step, version=__version__, observed_generation=1, pools=pools(2))
+        await operator.reconcile()
+        operator.world.now += timedelta(seconds=1)
+
+
+async def test_a_denied_change_of_a_raycluster_is_tried_again_after_a_while_only() -> None:
+    world = World()
+    world.apply_run(("spec.checkpoint", {"none": True}), ("spec.roles", {"env": {"replicas": 2}}))
+    operator = Operator(world)
+    await training(operator)
+    await pass_time(operator, 2, 1)
+    world.put_error = Denied("rayclusters.ray.io is forbidden: at most 2 replicas")
+
+    def tries() -> int:
+        return world.requests.count("put RayCluster")
+
+    want(world, 3)
+    await pass_time(operator, 30, 1)
+    told = condition(world, ConditionType.SUSPENDED)
+    assert (tries(), told.reason) == (1, "NotRescaled")
+    await pass_time(operator, 60, 1)
+    assert tries() == 3
+    assert happened(world).count("NotRescaled") == 1
+    want(world, 4)
+    await pass_time(operator, 2, 1)
+    assert tries() == 4, "another number is another question"
+    world.put_error = None
+    await pass_time(operator, 31, 1)
+    assert (tries(), group(world, Role.ENV)["replicas"]) == (5, 4)
+    assert condition(world, ConditionType.SUSPENDED).reason == "Resumed"
+    assert is_undisturbed(world)
+
+
+async def test_a_refused_change_still_restarts_the_driver_once_it_has_saved_something() -> None:
+    world = World()
+    world.apply_run(
+        ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
+        ("spec.roles", {"env": {"replicas": 2}}),
+    )
+    operator = Operator(world)
+    await training(operator, step=0)
+    world.put_error = Denied("rayclusters.ray.io is forbidden: cannot update")
+    want(world, 3)
+    await pass_time(operator, 3, 0)
+    told = condition(world, ConditionType.SUSPENDED)
+    assert (told.reason, "no step yet" in told.message) == ("NotRescaled", True)
+    await pass_time(operator, 3, 1)
+    assert condition(world, ConditionType.SUSPENDED).reason == "Rescaling"
+    assert world.requests.count("put RayCluster") == 1
+
+
 @pytest.mark.parametrize("when", ["put RayCluster", "put", "write status", "configure"])
 async def test_a_crash_of_the_operator_leaves_no_half_scaled_run(when: str) -> None:
     operator = await a_run_that_trains()
