@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +413,73 @@ def test_a_model_is_a_folder_or_made_by_the_run(tmp_path: Path) -> None:
     assert "has no config.json" in model_is_reachable(stored).found
     (tmp_path / "config.json").write_text("{}")
     assert model_is_reachable(stored).verdict is Verdict.OK
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers as huggingface.co to HEAD requests for a model's config.json."""
+
+    def do_HEAD(self) -> None:
+        status, code = {
+            "/org/open/resolve/main/config.json": (200, ""),
+            "/org/gated/resolve/main/config.json": (401, "GatedRepo"),
+            "/org/empty/resolve/main/config.json": (404, "EntryNotFound"),
+        }.get(self.path, (401, "RepoNotFound"))
+        self.send_response(status)
+        for name, value in (
+            ("X-Error-Code", code),
+            ("X-Repo-Commit", "0" * 40),
+            ("ETag", '"1"'),
+            ("Content-Length", "2"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HTTPServer]:
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("org/open", "org/open, on the Hub"),
+        ("org/gated", "org/gated is gated"),
+        ("org/empty", "org/empty on the Hub has no config.json"),
+        ("org/none", "org/none is no folder, and the Hub says: 401 Client Error."),
+        ("no/such/folder", "no/such/folder is no folder"),
+    ],
+)
+def test_a_model_on_the_hub_is_asked_for_as_a_run_does(
+    hub: HTTPServer, path: str, found: str
+) -> None:
+    finding = model_is_reachable(a_run(model={"path": path}, checkpoint={"none": True}))
+    assert finding.found.startswith(found)
+    assert (finding.verdict is Verdict.OK) is (path == "org/open")
+    assert finding.advice or finding.verdict is Verdict.OK
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_that_does_not_answer_is_told_from_a_model_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        template = f"http://127.0.0.1:{closed.getsockname()[1]}/{{repo_id}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        finding = model_is_reachable(a_run(model={"path": "org/open"}, checkpoint={"none": True}))
+    assert "the Hub cannot be reached: ConnectError" in finding.found
 
 
 def test_the_command_ends_with_1_for_a_run_that_cannot_train_here(

@@ -189,13 +189,23 @@ def model_is_reachable(run: AgenticRun) -> Finding:
 
 
 def _on_the_hub(path: str) -> Finding:
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
+    """Ask for a file: everybody may read about a gated model, but not its files."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+    )
 
     try:
         if isinstance(try_to_load_from_cache(path, "config.json"), str):
             return ok(f"{path}, in the cache of this machine")
-        HfApi().model_info(path, timeout=HUB_SECONDS)
+        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=HUB_SECONDS)
+    except EntryNotFoundError:
+        return failed(
+            f"{path} on the Hub has no config.json", "name a model that transformers can load"
+        )
     except GatedRepoError:
         return failed(f"{path} is gated", "accept its terms on the Hub, and set HF_TOKEN")
     except HFValidationError:
