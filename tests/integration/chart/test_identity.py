@@ -389,6 +389,14 @@ def test_it_reads_no_secret_not_even_its_own(operator: Identity, team: Cluster) 
             operator.kubectl(*words)
 
 
+def head(path: str, value: object) -> Change:
+    return setting(f"spec.headGroupSpec.{path}", value)
+
+
+def group(path: str, value: object) -> Change:
+    return lambda cluster: setting(path, value)(cluster["spec"]["workerGroupSpecs"][-1])
+
+
 def rescale(team: Cluster, who: Identity, name: str, change: Change) -> None:
     """Replace the RayCluster by one that was changed, as the apiserver has it now."""
     for again in (True, True, True, True, False):
@@ -425,13 +433,8 @@ def test_it_may_change_the_numbers_of_pods_of_a_run_and_nothing_else_of_a_rayclu
         manifest["metadata"]["labels"]["agenticrun.dev/run"] = manifest["metadata"]["name"]
         manifest["metadata"]["ownerReferences"][0]["name"] = manifest["metadata"]["name"]
 
-    def other_image(manifest: Manifest) -> None:
-        pod = manifest["spec"]["workerGroupSpecs"][0]["template"]["spec"]
-        pod["containers"][0]["image"] = "evil"
-
-    def other_command(manifest: Manifest) -> None:
-        pod = manifest["spec"]["headGroupSpec"]["template"]["spec"]
-        pod["containers"][0]["command"] = ["evil"]
+    def group_twice(manifest: Manifest) -> None:
+        manifest["spec"]["workerGroupSpecs"][1] = manifest["spec"]["workerGroupSpecs"][0]
 
     def scales(manifest: Manifest) -> None:
         changed = rescaled(manifest, {Role.ENV: 3}, ["scales-env-1"])
@@ -441,8 +444,22 @@ def test_it_may_change_the_numbers_of_pods_of_a_run_and_nothing_else_of_a_rayclu
     rescale(team, operator, "scales", scales)
     for name, change in (
         ("of-another", takes_over),
-        ("scales", other_image),
-        ("scales", other_command),
+        ("scales", in_pods(lambda pod: pod["containers"][0].update(image="evil"))),
+        ("scales", head("template.spec.terminationGracePeriodSeconds", 1)),
+        ("scales", head("rayStartParams", {"num-cpus": "9; evil"})),
+        ("scales", head("serviceType", "LoadBalancer")),
+        ("scales", group("rayStartParams", {"num-cpus": "9; evil"})),
+        ("scales", group("groupName", "evil")),
+        ("scales", group("numOfHosts", 9)),
+        ("scales", group("suspend", True)),
+        ("scales", lambda manifest: manifest["spec"]["workerGroupSpecs"].pop()),
+        ("scales", lambda manifest: manifest["spec"].pop("workerGroupSpecs")),
+        ("scales", group_twice),
+        ("scales", setting("spec.suspend", False)),
+        ("scales", lambda manifest: manifest["spec"].pop("suspend")),
+        ("scales", setting("spec.rayVersion", "2.0.0")),
+        ("scales", setting("spec.authOptions.secretName", "of-another")),
+        ("scales", setting("spec.upgradeStrategy", {"type": "Recreate"})),
     ):
         rescale(team, unlimited, name, change)
         with pytest.raises(CommandFailed, match="only the numbers of pods"):
