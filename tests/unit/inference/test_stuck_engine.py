@@ -76,6 +76,7 @@ def test_an_engine_that_never_answers_is_given_up_after_the_longest_step() -> No
     seconds, message = found
     assert seconds == STEP_SECONDS
     assert "has computed 0 tokens in 300 s (requests in flight: 8): it is stuck" in message
+    assert "raise spec.roles.inference.cpus or gpus" in message
 
 
 def test_an_engine_that_stops_in_the_middle_is_given_up_as_long_after_it() -> None:

@@ -363,7 +363,7 @@ class Pace:
                 f"the engine answers polls, but has computed {computed} tokens in {seconds:.0f} s "
                 f"(requests in flight: {requests}): it is stuck. Its log, or the kernel's (dmesg: "
                 "Xid, a fault of a GPU), says more. If it only is that slow: raise "
-                "roles.inference.cpus or gpus, or take a smaller model"
+                "spec.roles.inference.cpus or gpus, or take a smaller model"
             )
 
 
