@@ -200,7 +200,7 @@ async def test_a_denied_change_of_a_raycluster_is_tried_again_after_a_while_only
     await pass_time(operator, 30, 1)
     told = condition(world, ConditionType.SUSPENDED)
     assert (tries(), told.reason) == (1, "NotRescaled")
-    await pass_time(operator, 60, 1)
+    await pass_time(operator, 45, 1)
     assert tries() == 3
     assert happened(world).count("NotRescaled") == 1
     want(world, 4)
