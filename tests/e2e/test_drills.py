@@ -120,7 +120,16 @@ DRILLS = (
         },
     ),
     Drill("claim expanded, then TTL changed", faults.claim_expanded, lasts=15, steps=20),
-    Drill("a second env pod asked for", faults.replicas_changed, steps=90, trains_on=True),
+    Drill(
+        "a second env pod asked for", faults.replicas_changed(Role.ENV), steps=90, trains_on=True
+    ),
+    Drill(
+        "a second inference pod asked for",
+        faults.replicas_changed(Role.INFERENCE),
+        lasts=10,
+        steps=120,
+        trains_on=True,
+    ),
     Drill("Ray's processes on the head frozen", faults.head_processes_frozen, lasts=30, steps=60),
     Drill(
         "helm upgrade: a value, then the image",

@@ -372,25 +372,28 @@ def namespace_deleted(site: Site) -> Iterator[None]:
     yield
 
 
-@contextmanager
-def replicas_changed(site: Site) -> Iterator[None]:
-    """The user asks for a second env pod, then for one. Not a fault: nothing restarts."""
+def replicas_changed(role: Role) -> Fault:
+    """The user asks for a second pod of a role, then for one. Not a fault: nothing restarts."""
 
-    def ask_for(replicas: int) -> None:
-        patch = json.dumps({"spec": {"roles": {"env": {"replicas": replicas}}}})
-        site.runs.kubectl("patch", "agenticrun", site.name, "--type=merge", f"--patch={patch}")
+    @contextmanager
+    def fault(site: Site) -> Iterator[None]:
+        def ask_for(replicas: int) -> None:
+            patch = json.dumps({"spec": {"roles": {role.value: {"replicas": replicas}}}})
+            site.runs.kubectl("patch", "agenticrun", site.name, "--type=merge", f"--patch={patch}")
 
-    def env_workers() -> tuple[int, int, int, int]:
-        run = site.runs.get("agenticrun", site.name) or {}
-        roles = run.get("status", {}).get("roles", [])
-        (env,) = [role for role in roles if role["name"] == Role.ENV]
-        return env["desired"], env["ready"], env.get("joining", 0), env.get("leaving", 0)
+        def pods() -> tuple[int, int, int, int]:
+            run = site.runs.get("agenticrun", site.name) or {}
+            roles = run.get("status", {}).get("roles", [])
+            (seen,) = [each for each in roles if each["name"] == role]
+            return seen["desired"], seen["ready"], seen.get("joining", 0), seen.get("leaving", 0)
 
-    ask_for(2)
-    eventually(lambda: env_workers() == (2, 2, 0, 0), 120, "two env workers play", interval=0.5)
-    yield
-    ask_for(1)
-    eventually(lambda: env_workers() == (1, 1, 0, 0), 180, "one env worker plays", interval=0.5)
+        ask_for(2)
+        eventually(lambda: pods() == (2, 2, 0, 0), 180, f"two {role} pods work", interval=0.5)
+        yield
+        ask_for(1)
+        eventually(lambda: pods() == (1, 1, 0, 0), 180, f"one {role} pod works", interval=0.5)
+
+    return fault
 
 
 @contextmanager
