@@ -126,15 +126,17 @@ def check(stages: Stages) -> None:
 def test(stages: Stages) -> None:
     """Run the stages, but none that needs an earlier one which failed.
 
-    Tests on the cluster mostly wait, so they run beside those that mostly compute.
+    Tests on the cluster and integration tests wait a lot, so they run side by side. Unit tests keep
+    two cores busy alone.
     """
     if not stages.run("set-up", [sys.executable, str(ROOT / "tools/prepare.py"), "--engines"]):
         return
-    stages.run("lint", ["make", "--no-print-directory", "lint"])
     unit = [*PYTEST, *SIDE_BY_SIDE, "tests/unit"]
-    if not stages.run("cluster up", [*DEVCLUSTER, "up"]) or not stages.run(
-        "images", [*DEVCLUSTER, "images"]
-    ):
+    with stages.beside([("lint", ["make", "--no-print-directory", "lint"])]):
+        cluster = stages.run("cluster up", [*DEVCLUSTER, "up"]) and stages.run(
+            "images", [*DEVCLUSTER, "images"]
+        )
+    if not cluster:
         stages.run("unit", unit)
         return
     kubeconfig = subprocess.run(
@@ -144,8 +146,8 @@ def test(stages: Stages) -> None:
     integration = [*PYTEST, "tests/integration", "-m"]
     on_cluster = [("e2e", [*PYTEST, "tests/e2e"]), ("cluster", [*integration, "cluster"])]
     with stages.beside(on_cluster, env):
-        stages.run("unit", unit)
         stages.run("integration", [*integration, "not cluster", *SIDE_BY_SIDE], env)
+    stages.run("unit", unit)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Every GPU example trains a step without GPUs; one of each engine keeps its real server."""
+"""Every GPU example trains a step without GPUs; one keeps its real server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from tiny_runs import InProcessAttempt, TinyAttempt
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
-WITH_SERVER = ("one-gpu", "colocated")
-"""SGLang and vLLM, which both sleep and wake.
-
-tests/integration/local has every engine with every trainer.
-"""
+WITH_SERVER = "colocated"
+"""vLLM, which sleeps while the trainer computes. tests/integration/local trains with SGLang."""
 
 ONE_RANK = ("vllm",)
 """Needs no Ray: an engine of its own and one rank."""
@@ -26,7 +23,7 @@ ONE_RANK = ("vllm",)
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 async def test_the_example_trains(file: Path, tmp_path: Path) -> None:
-    run = without_gpus(read(file), embedded_engine=file.stem not in WITH_SERVER)
+    run = without_gpus(read(file), embedded_engine=file.stem != WITH_SERVER)
     session = (InProcessAttempt if file.stem in ONE_RANK else TinyAttempt)(run, tmp_path)
     report = await asyncio.wait_for(session.execute(), 550)
     assert report.outcome is Outcome.SUCCEEDED, report.message

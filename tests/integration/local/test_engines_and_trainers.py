@@ -1,8 +1,7 @@
-"""One YAML trains with servers as engines and with any trainer.
+"""One YAML trains with a server as its engine and with two ranks of another trainer than fsdp2.
 
-Two combinations of benchmarks/combinations.py use each engine and each trainer once.
-
-The transformers engine with fsdp2 is what all other tests train with.
+SGLang and Megatron here; tests/integration/driver/test_gpu_examples.py trains with vLLM and with
+DeepSpeed, and benchmarks/combinations.py with every engine and every trainer.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ MARK = "AGENTICRUN_TEST_RUN"
 
 
 def train(folder: Path, *settings: str) -> list[dict[str, float]]:
-    """Metrics of each step of `agenticrun run` with these settings.
+    """Metrics of each step of `agenticrun run` with these settings of the pipeline.
 
     Its processes are preloaded ones, except the engine's server.
     """
     overrides = [
         word
-        for setting in (*settings, f"spec.pipeline.maxSteps={STEPS}")
-        for word in ("--set", setting)
+        for setting in (*settings, f"maxSteps={STEPS}")
+        for word in ("--set", f"spec.pipeline.{setting}")
     ]
     command = [
         *executable(),
@@ -74,22 +73,13 @@ def left_behind(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("engine", "trainer", "config"),
-    [
-        ("sglang", "megatron", "tensor_model_parallel_size=2"),
-        ("vllm", "deepspeed", "zero_optimization.stage=3"),
-    ],
-)
-def test_a_server_and_two_trainer_ranks_train_as_one(
-    engine: str, trainer: str, config: str, tmp_path: Path
-) -> None:
-    strategies = [
-        f"actorInfer.strategy.name={engine}",
-        f"actorTrain.strategy.name={trainer}",
-        f"actorTrain.strategy.config.{config}",
-    ]
-    steps = train(tmp_path, *(f"spec.pipeline.{setting}" for setting in strategies))
+def test_a_server_and_two_trainer_ranks_train_as_one(tmp_path: Path) -> None:
+    steps = train(
+        tmp_path,
+        "actorInfer.strategy.name=sglang",
+        "actorTrain.strategy.name=megatron",
+        "actorTrain.strategy.config.tensor_model_parallel_size=2",
+    )
     assert len(steps) == STEPS
     for step in steps:
         assert 0 <= step["engine/logprob_gap"] < 1e-3
