@@ -126,8 +126,8 @@ def check(stages: Stages) -> None:
 def test(stages: Stages) -> None:
     """Run the stages, but none that needs an earlier one which failed.
 
-    Tests on the cluster and integration tests wait a lot, so they run side by side. Unit tests keep
-    two cores busy alone.
+    Tests on the cluster mostly wait, so they run beside those that mostly compute. Ray gives up if
+    it takes half a minute to start: e2e and integration tests together would starve it.
     """
     if not stages.run("set-up", [sys.executable, str(ROOT / "tools/prepare.py"), "--engines"]):
         return
@@ -146,8 +146,8 @@ def test(stages: Stages) -> None:
     integration = [*PYTEST, "tests/integration", "-m"]
     on_cluster = [("e2e", [*PYTEST, "tests/e2e"]), ("cluster", [*integration, "cluster"])]
     with stages.beside(on_cluster, env):
+        stages.run("unit", unit)
         stages.run("integration", [*integration, "not cluster", *SIDE_BY_SIDE], env)
-    stages.run("unit", unit)
 
 
 def main() -> int:

@@ -109,7 +109,11 @@ def test_what_a_strategy_does_not_have_is_refused_before_anything_is_trained(
         setting,
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"COLUMNS": "400"}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | environment() | {"COLUMNS": "400"},
     )
     assert done.returncode == ExitCode.INVALID_CONFIG, done.stdout
     assert (

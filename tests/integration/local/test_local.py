@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from agenticrun_api.names import ExitCode
+from preloaded import environment, executable
 from processes import of_session, ray_folders
 from tiny_runs import tiny_document
 from waiting import eventually
@@ -23,9 +24,13 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 class Command:
-    """A running `agenticrun run`."""
+    """A running `agenticrun run`.
 
-    def __init__(self, folder: Path, **pipeline: object) -> None:
+    Args:
+        preloaded: its processes have imported torch before they start.
+    """
+
+    def __init__(self, folder: Path, *, preloaded: bool = False, **pipeline: object) -> None:
         self.output = folder / "out"
         file = folder / "run.yaml"
         document = tiny_document(**pipeline)
@@ -33,7 +38,7 @@ class Command:
         file.write_text(yaml.safe_dump(document))
         self.log = folder / "log"
         command = [
-            sys.executable,
+            *(executable() if preloaded else [sys.executable]),
             "-m",
             "agenticrun_workers.cli",
             "run",
@@ -45,7 +50,11 @@ class Command:
         self._folders = ray_folders()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | (environment() if preloaded else {}),
             )
 
     def wait(self) -> int:
@@ -87,8 +96,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     """Starts a `Command` in the test's folder."""
     with ExitStack() as commands:
 
-        def started(**pipeline: object) -> Command:
-            command = Command(tmp_path, **pipeline)
+        def started(*, preloaded: bool = False, **pipeline: object) -> Command:
+            command = Command(tmp_path, preloaded=preloaded, **pipeline)
             commands.callback(command.end)
             return command
 
@@ -120,7 +129,7 @@ def test_an_environment_of_ones_own_lies_beside_the_yaml(
 ) -> None:
     (tmp_path / "own_lake.py").write_text("import no_such_module\n")
     lake = tiny_document()["spec"]["pipeline"]["envs"][0] | {"type": "own_lake:Lake"}
-    command = start(envs=[lake])
+    command = start(preloaded=True, envs=[lake])
     assert command.wait() == ExitCode.INVALID_CONFIG
     assert (
         "importing own_lake failed: ModuleNotFoundError: No module named 'no_such_module'"
@@ -145,7 +154,7 @@ def test_help_needs_no_ray(argument: str) -> None:
 
 
 def test_an_interruption_while_it_starts_ends_it_at_once(start: Callable[..., Command]) -> None:
-    command = start(maxSteps=100_000)
+    command = start(preloaded=True, maxSteps=100_000)
     command.wait_for("[starting] starting actors")
     os.killpg(command.process.pid, signal.SIGINT)
     assert command.wait() == ExitCode.STOPPED
@@ -203,14 +212,14 @@ def test_a_ray_that_has_to_be_killed_takes_all_that_it_started_with_it_and_nothi
 ) -> None:
     """Ray's daemon has a second to end its children; Ray's agents check on it once a minute."""
     before, log = ray_folders(), tmp_path / "log"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with log.open("w") as errors:
         command = [sys.executable, "-c", STALLING]
         program = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=environment,
+            env=variables,
             text=True,
             start_new_session=True,
         )

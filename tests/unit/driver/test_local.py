@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -13,7 +19,15 @@ from typer.testing import CliRunner
 from agenticrun_api import Role, parse_run
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
-from agenticrun_workers.driver.local import check_gpus, check_in_process, with_patience
+from agenticrun_workers.driver import local
+from agenticrun_workers.driver.local import (
+    START_TRIES,
+    RayNotStarted,
+    check_gpus,
+    check_in_process,
+    embedded_ray,
+    with_patience,
+)
 from agenticrun_workers.errors import InvalidConfig
 from tiny_runs import tiny_document, tiny_run
 
@@ -134,3 +148,49 @@ def test_a_run_with_more_gpus_than_the_machine_is_refused(
     with pytest.raises(InvalidConfig) as refused:
         check_gpus(parse_run(document), pods, available)
     assert str(refused.value) == message
+
+
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    with mock.patch.dict(os.environ):
+        yield
+
+
+LATE = "The current node timed out during startup. This could happen because some of the raylet..."
+
+
+@pytest.mark.usefixtures("own_environment")
+@pytest.mark.parametrize(("late", "starts"), [(0, 1), (2, 3), (START_TRIES, START_TRIES)])
+def test_ray_gets_another_try_on_a_busy_machine(
+    late: int, starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[subprocess.Popen[bytes]] = []
+
+    def start(**_: Any) -> None:
+        children.append(subprocess.Popen(["sleep", "600"]))
+        if len(children) <= late:
+            raise Exception(LATE)
+
+    monkeypatch.setattr("ray.init", start)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr(local, "PATIENCE_SECONDS", 0.0)
+    too_late = pytest.raises(RayNotStarted, match="this machine is too busy")
+    with too_late if late == START_TRIES else nullcontext(), embedded_ray(tiny_run()):
+        assert [child.poll() is None for child in children] == [False] * late + [True]
+    assert len(children) == starts
+    assert all(child.wait(10) == -signal.SIGKILL for child in children)
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_another_error_of_ray_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[object] = []
+
+    def start(**options: Any) -> None:
+        tries.append(options)
+        raise RuntimeError("Ray cannot be used")
+
+    monkeypatch.setattr("ray.init", start)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    with pytest.raises(RuntimeError, match="cannot be used"), embedded_ray(tiny_run()):
+        pass
+    assert len(tries) == 1

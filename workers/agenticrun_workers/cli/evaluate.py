@@ -56,6 +56,7 @@ def evaluate(
         raise typer.BadParameter("give --checkpoint or --model, not both")
     look_in(file.parent)
     from agenticrun_workers.driver.attempt import report_of
+    from agenticrun_workers.driver.local import RayNotStarted
     from agenticrun_workers.errors import InvalidConfig
 
     console = Console()
@@ -64,6 +65,8 @@ def evaluate(
             results, what = _play(loaded, checkpoint, model, Path(scratch), console)
         except InvalidConfig as error:
             give_up(report_of(error, 0).message)  # unwraps Ray's own exceptions
+        except RayNotStarted as error:
+            give_up(str(error))
     console.print(table(results, what))
     if json_file is not None:
         document = {

@@ -90,7 +90,7 @@ def train(
     for line in code_notes(run, code):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     from agenticrun_workers.driver.attempt import exit_code
-    from agenticrun_workers.driver.local import run_locally
+    from agenticrun_workers.driver.local import RayNotStarted, run_locally
     from agenticrun_workers.errors import InvalidConfig
 
     try:
@@ -102,7 +102,7 @@ def train(
             code=code.resolve(),
             trace_steps=trace_steps,
         )
-    except (InvalidConfig, FolderInUse) as error:
+    except (InvalidConfig, FolderInUse, RayNotStarted) as error:
         give_up(str(error))
     for line in closing_lines(run, RunFolder(folder), report, file):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

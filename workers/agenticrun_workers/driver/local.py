@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,6 +46,9 @@ START_TRACE = "start"
 OBJECT_STORE_BYTES = 200 * 1024 * 1024
 """Fits the weights of the small models that train on one machine; the rest spills to disk."""
 
+START_TRIES = 3
+"""Ray gives up if it is not up after half a minute, which happens on busy machines."""
+
 PATIENCE_SECONDS = 15.0
 """Time for Ray's leftover processes to end by themselves.
 
@@ -57,6 +60,10 @@ DEBUGGER_SECONDS = 86_400.0
 
 KILL_SECONDS = 10.0
 """Time for killed processes to disappear, unless a disk hangs."""
+
+
+class RayNotStarted(Exception):
+    """This machine is too busy for Ray."""
 
 
 def run_locally(
@@ -84,6 +91,7 @@ def run_locally(
         InvalidConfig: the run is suspended, asks for more GPUs than this machine has, or cannot be
             run in one process.
         FolderInUse: another process trains in `output`.
+        RayNotStarted: this machine is too busy.
     """
     if run.spec.suspend:
         raise InvalidConfig(
@@ -249,6 +257,9 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[Launcher
 
     Args:
         logs: folder that keeps the logs of engines; None deletes them too.
+
+    Raises:
+        RayNotStarted: this machine is too busy.
     """
     resources = {
         role.value: float(run.spec.actors(role))
@@ -262,29 +273,54 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[Launcher
     others = children(os.getpid())
     ours: set[psutil.Process] = set()
     try:
-        try:
-            ray.init(
-                address="local",
-                num_cpus=1,
-                resources=resources,
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(scratch),
-            )
-        finally:
-            ours = families(children(os.getpid()) - others)
+        for tries_left in reversed(range(START_TRIES)):
+            try:
+                _start_ray(resources, scratch)
+                break
+            except RayNotStarted:
+                if not tries_left:
+                    raise
+                log.warning("Ray did not start in half a minute: it gets another try")
+                _end_ray(families(children(os.getpid()) - others))
+            finally:
+                ours = families(children(os.getpid()) - others)
         yield RayLauncher()
     finally:
-        ours = families(ours)  # while their parents live: orphans have another parent
-        ray.shutdown()
-        # Ray kills its daemon after a second; what the daemon has not ended by then would live on
-        # for a minute.
-        if left := end_families(ours, PATIENCE_SECONDS, KILL_SECONDS):
-            pids = sorted(process.pid for process in left)
-            log.warning("processes of Ray that cannot be killed: %s", pids)
+        _end_ray(families(ours))  # while their parents live: orphans have another parent
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _start_ray(resources: Mapping[str, float], scratch: Path) -> None:
+    try:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            resources=dict(resources),
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(scratch),
+        )
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        raise RayNotStarted(
+            "Ray did not start in half a minute: this machine is too busy. Try again when it has "
+            "less to do, or train with agenticrun run --in-process, which needs no Ray"
+        ) from error
+
+
+def _end_ray(processes: Set[psutil.Process]) -> None:
+    """Disconnect, and end these processes.
+
+    Ray kills its daemon after a second; what the daemon has not ended by then would live on for a
+    minute.
+    """
+    ray.shutdown()
+    if left := end_families(processes, PATIENCE_SECONDS, KILL_SECONDS):
+        pids = sorted(process.pid for process in left)
+        log.warning("processes of Ray that cannot be killed: %s", pids)
 
 
 @contextmanager
