@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
-# Machines that set it compile our code again in each of hundreds of processes.
+# Where this variable is set, each of hundreds of test processes compiles our code again.
 unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin

@@ -27,6 +27,10 @@ class Denied(ClusterError):
     """A quota, an admission policy or missing rights prevent the request. It may succeed later."""
 
 
+class RightMissing(Denied):
+    """The operator's identity may not make such requests, as with the chart of an older release."""
+
+
 class NotServed(ClusterError):
     """The apiserver does not serve this kind: its CRD is not installed."""
 

@@ -15,6 +15,7 @@ from agenticrun_operator.errors import (
     NotFound,
     NotServed,
     Refused,
+    RightMissing,
     WatchBroken,
     WatchExpired,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "NotServed",
     "ProxyTransport",
     "Refused",
+    "RightMissing",
     "RunHead",
     "WatchBroken",
     "WatchExpired",

@@ -33,6 +33,7 @@ from agenticrun_operator.errors import (
     NotFound,
     NotServed,
     Refused,
+    RightMissing,
     WatchBroken,
     WatchExpired,
 )
@@ -430,6 +431,14 @@ def _read_answer(response: Response, request: str) -> Manifest:
     raise _error(response.status, answer, request)
 
 
+def _forbidden(message: str, *, terminating: bool) -> ClusterError:
+    if terminating:
+        return NamespaceGone(message)
+    # The apiserver's words for what RBAC, or another authorizer, does not allow.
+    right = re.search(r"User \S+ cannot \w+ resource", message)
+    return RightMissing(message) if right else Denied(message)
+
+
 def _error(status: int, answer: Any, request: str) -> ClusterError:
     details = answer if isinstance(answer, dict) else {}
     message = str(details.get("message") or f"{request}: status {status}")
@@ -448,8 +457,7 @@ def _error(status: int, answer: Any, request: str) -> ClusterError:
         case 409, _:
             return Conflict(message)
         case 403, _:
-            gone = "NamespaceTerminating" in causes
-            return NamespaceGone(message) if gone else Denied(message)
+            return _forbidden(message, terminating="NamespaceTerminating" in causes)
         case ((400 | 422), _):
             # Admission policies and webhooks may choose these codes; the words are theirs.
             policy = re.search(r"denied (the )?request", message)

@@ -17,7 +17,7 @@ from datetime import datetime
 
 from agenticrun_api import ConditionType, Phase, Reason
 from agenticrun_api.version import takes_replicas
-from agenticrun_operator.errors import ClusterError
+from agenticrun_operator.errors import ClusterError, RightMissing
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning import attempts, roles, scaling, startup
 from agenticrun_operator.planning.draft import Draft
@@ -52,7 +52,7 @@ def find_cause(
     Args:
         draft: the draft.
         observed: the observed state.
-        scaling_error: why the apiserver has refused to change the RayCluster.
+        scaling_error: why the apiserver has not let the operator change the RayCluster.
     """
     if draft.run.spec.suspend:
         return Cause(Reason.SUSPENDING, Reason.SUSPENDED, "spec.suspend is true")
@@ -68,11 +68,16 @@ def find_cause(
         return None
     if before and (before.reason, before.status) == (Reason.RESCALING, "Unknown"):
         return Cause(Reason.RESCALING, Reason.RESCALING, scaling.describe(changes))
-    why = str(scaling_error or "") or scaling.why_not(draft, observed, list(changes))
-    if why is None:
-        return None
-    text = f"{scaling.describe(changes)} ({why})"
-    if kept := _keeps_its_pods(draft):
+    text, kept = scaling.describe(changes), None
+    if scaling_error is not None and not isinstance(scaling_error, RightMissing):
+        # What denies or refuses this RayCluster would do so with a new one, too.
+        kept = str(scaling_error)
+    else:
+        why = str(scaling_error or "") or scaling.why_not(draft, observed, list(changes))
+        if why is None:
+            return None
+        text, kept = f"{text} ({why})", _keeps_its_pods(draft)
+    if kept:
         message = f"{text}, but the run keeps its pods: {kept}"
         if before is None or before.message != message:
             draft.event(Reason.NOT_RESCALED, message)

@@ -245,6 +245,10 @@ def privileged(pod: Manifest) -> None:
     pod["initContainers"] = [init]
 
 
+def host_port(pod: Manifest) -> None:
+    pod["containers"][0]["ports"] = [{"containerPort": 8000, "hostPort": 8000}]
+
+
 def capability(pod: Manifest) -> None:
     pod["containers"][0]["securityContext"]["capabilities"] = {"add": ["SYS_ADMIN"]}
 
@@ -297,6 +301,16 @@ ATTACKS: dict[str, tuple[str, Change]] = {
     "pods with the node's processes": ("RayCluster", in_pods(setting("hostPID", True))),
     "privileged containers": ("RayCluster", in_pods(privileged)),
     "containers with capabilities": ("RayCluster", in_pods(capability)),
+    "containers at the node's ports": ("RayCluster", in_pods(host_port)),
+    "a Service that the internet reaches": (
+        "RayCluster",
+        setting("spec.headGroupSpec.serviceType", "LoadBalancer"),
+    ),
+    "an Ingress": ("RayCluster", setting("spec.headGroupSpec.enableIngress", True)),
+    "a worker group that is suspended": (
+        "RayCluster",
+        lambda cluster: cluster["spec"]["workerGroupSpecs"][0].update(suspend=True),
+    ),
     "an autoscaler with KubeRay's rights": (
         "RayCluster",
         setting("spec.enableInTreeAutoscaling", True),

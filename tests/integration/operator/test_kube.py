@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import Field
 
 from agenticrun_api import AgenticRunStatus, Phase, parse_run
 from agenticrun_api.names import KIND
 from agenticrun_api.status import JobStatus, Metric, RoleStatus
-from agenticrun_operator.cluster import AlreadyExists, Conflict, KubeClient, NotFound, Refused
+from agenticrun_operator.cluster import (
+    AlreadyExists,
+    Conflict,
+    Denied,
+    KubeClient,
+    NotFound,
+    Refused,
+    RightMissing,
+    connect,
+)
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.resources import (
     Event,
@@ -218,6 +229,37 @@ async def test_kuberays_schema_takes_our_cluster_strictly_and_names_what_it_does
     broken["spec"]["headGroupSpec"]["template"]["spec"]["tolerations"] = [{"kee": "x"}]
     with pytest.raises(Refused, match=r"tolerations\[0\]\.kee"):
         await kube.create(broken)
+
+
+async def test_a_missing_right_is_told_from_a_quota(
+    place: Cluster, kube: KubeClient, kubeconfig: Path, tmp_path: Path
+) -> None:
+    metadata = {"name": "too-much", "namespace": place.namespace}
+    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": metadata,
+        "spec": spec,
+    }
+    config = yaml.safe_load(kubeconfig.read_text())
+    for user in config["users"]:
+        user["user"] = {"token": place.kubectl("create", "token", "default").strip()}
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
+    anyone = KubeClient(await connect(tmp_path / "kubeconfig"), [place.namespace])
+    with pytest.raises(RightMissing, match='cannot create resource "persistentvolumeclaims"'):
+        await anyone.create(claim)
+    await anyone.close()
+    quota = {"hard": {"persistentvolumeclaims": "0"}}
+    place.apply(
+        {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": quota}
+    )
+    try:
+        with pytest.raises(Denied) as denied:
+            await kube.create(claim)
+        assert not isinstance(denied.value, RightMissing)
+    finally:
+        place.kubectl("delete", "resourcequota", "none")
 
 
 async def test_an_event_shows_on_the_run(

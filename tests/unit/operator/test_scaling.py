@@ -10,7 +10,8 @@ import pytest
 from agenticrun_api import ConditionType, Phase, PoolStatus, Role
 from agenticrun_api.status import CheckpointStatus, RoleStatus
 from agenticrun_api.version import __version__
-from agenticrun_operator.cluster import Denied
+from agenticrun_operator.cluster import Denied, Refused, RightMissing
+from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Manifest, replicas_in
 from operator_world import NAME, Operator, World, condition, happened, training
@@ -168,7 +169,7 @@ async def test_an_operator_that_may_not_change_rayclusters_stops_the_driver() ->
     """As with the chart of an older release."""
     operator = await a_run_that_trains()
     world = operator.world
-    world.put_error = Denied("rayclusters.ray.io is forbidden: cannot update")
+    world.put_error = RightMissing("rayclusters.ray.io is forbidden: cannot update")
     want(world, 3)
     await operator.settle(4)
     told = condition(world, ConditionType.SUSPENDED)
@@ -213,6 +214,22 @@ async def test_a_denied_change_of_a_raycluster_is_tried_again_after_a_while_only
     assert is_undisturbed(world)
 
 
+@pytest.mark.parametrize("error", [Denied("exceeded quota: team"), Refused("spec: Invalid value")])
+async def test_a_run_keeps_its_pods_if_new_ones_would_be_denied_as_well(
+    error: ClusterError,
+) -> None:
+    operator = await a_run_that_trains()
+    world = operator.world
+    world.put_error = error
+    want(world, 3)
+    await operator.settle(4)
+    told = condition(world, ConditionType.SUSPENDED)
+    assert (told.status, told.reason, world.stop_requests) == ("False", "NotRescaled", 0)
+    assert told.message.endswith(f"but the run keeps its pods: {error}")
+    assert len(world.pods(Role.ENV)) == 2
+    assert is_undisturbed(world)
+
+
 async def test_a_refused_change_still_restarts_the_driver_once_it_has_saved_something() -> None:
     world = World()
     world.apply_run(
@@ -221,7 +238,7 @@ async def test_a_refused_change_still_restarts_the_driver_once_it_has_saved_some
     )
     operator = Operator(world)
     await training(operator, step=0)
-    world.put_error = Denied("rayclusters.ray.io is forbidden: cannot update")
+    world.put_error = RightMissing("rayclusters.ray.io is forbidden: cannot update")
     want(world, 3)
     await pass_time(operator, 3, 0)
     told = condition(world, ConditionType.SUSPENDED)
