@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,51 @@ async def test_requests_are_answered_one_after_the_other(tmp_path: Path) -> None
         await run.step()
     assert steps_of(await run.written(first)) == (1, 1)
     assert steps_of(await run.written(second))[1] == 2
+
+
+async def test_a_request_that_is_being_answered_is_not_answered_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow look for requests sees one whose file is written meanwhile."""
+    listed = trace.trace_requests
+
+    def slow(folder: Path) -> list[TraceRequest]:
+        requests = listed(folder)
+        time.sleep(0.2)
+        return requests
+
+    monkeypatch.setattr(trace, "trace_requests", slow)
+    run = Run(tmp_path)
+    request = run.ask("a", 1)
+    await run.session.between_steps(0)
+    for _ in range(3):
+        await run.step()
+    assert steps_of(await run.written(request)) == (1, 1)
+    assert not run.session.recorder.on, "no second recording"
+
+
+async def test_no_recording_begins_while_another_is_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(trace, "ANSWER_SECONDS", 0.5)
+    run = Run(tmp_path)
+    first = run.ask("a", 100)
+    await run.session.between_steps(0)
+    run.rank.answers = False  # so that the collection takes half a second
+    first.withdraw()
+    second = run.ask("b", 1)
+    await eventually_in_loop(lambda: not run.session.recorder.on, 30, "the end")
+    while True:
+        await run.step()
+        began = run.session.recorder.on
+        if first.answer.exists():
+            break
+        assert not began
+    run.rank.answers = True
+    while second.file.exists():
+        await run.step()
+    assert steps_of(await run.written(second))[1] == 1
 
 
 async def test_a_run_that_ends_earlier_gives_what_there_is(tmp_path: Path) -> None:

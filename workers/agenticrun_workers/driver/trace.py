@@ -73,6 +73,7 @@ class TraceSession:
         self._session: _Session | None = None
         self._step = 0
         self._writing: asyncio.Task[None] | None = None
+        self._ending = asyncio.Lock()
 
     async def between_steps(self, step: int) -> None:
         """End the recording if it has its steps, and begin one that was asked for.
@@ -86,8 +87,10 @@ class TraceSession:
         session = self._session
         if session and step - session.first_step >= session.request.steps:
             await self._end(session)
+        if self._session is not None or self._writing is not None:
+            return  # a request stays in its folder until its file is written
         requests = await asyncio.to_thread(trace_requests, self._output)
-        if requests and self._session is None and self._writing is None:
+        if requests:
             try:
                 await self._begin(requests[0])
             except Exception as error:
@@ -114,12 +117,14 @@ class TraceSession:
         log.info("recording a trace of %d steps from step %d", request.steps, self._step + 1)
 
     async def _end(self, session: _Session) -> None:
-        if self._session is not session:  # the request was withdrawn at the same time
-            return
-        self._session = None
-        if session.watcher is not None and session.watcher is not asyncio.current_task():
-            session.watcher.cancel()
-        self._writing = asyncio.create_task(self._write(await self._collect(session), session))
+        async with self._ending:
+            if self._session is not session:  # the request was withdrawn at the same time
+                return
+            if session.watcher is not None and session.watcher is not asyncio.current_task():
+                session.watcher.cancel()
+            trace = await self._collect(session)
+            self._session = None
+            self._writing = asyncio.create_task(self._write(trace, session))
 
     async def _collect(self, session: _Session) -> Trace:
         notes = session.notes
