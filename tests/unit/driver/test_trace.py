@@ -13,7 +13,7 @@ import pytest
 from agenticrun_workers.driver import trace
 from agenticrun_workers.driver.trace import TraceSession
 from agenticrun_workers.launch import ActorHandle
-from agenticrun_workers.reporting.run_folder import TraceRequest, ask_for_trace
+from agenticrun_workers.reporting.run_folder import TraceRequest, ask_for_trace, trace_requests
 from agenticrun_workers.reporting.trace_file import Trace
 from agenticrun_workers.tracing import ClockReading, Recorder, Recording, read_clock, span
 from rollout_fakes import Remote
@@ -107,10 +107,9 @@ async def test_a_request_that_is_being_answered_is_not_answered_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow look for requests sees one whose file is written meanwhile."""
-    listed = trace.trace_requests
 
     def slow(folder: Path) -> list[TraceRequest]:
-        requests = listed(folder)
+        requests = trace_requests(folder)
         time.sleep(0.2)
         return requests
 
