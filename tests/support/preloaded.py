@@ -83,14 +83,15 @@ def _before_ray_starts(runtime_env: dict[str, Any] | None) -> dict[str, Any] | N
 
 @contextmanager
 def _patched_ray(script: str) -> Iterator[None]:
-    """Replace the interpreter of Ray's daemons, and start no log monitor: tests read log files.
+    """Replace the interpreter of Ray's daemons, and start none that no test needs.
 
-    `script` becomes a plain interpreter for everything except workers.
+    Tests read log files, look at no dashboard and have no autoscaler. `script` becomes a plain
+    interpreter for everything except workers.
     """
-    with (
-        mock.patch.object(sys, "executable", script),
-        mock.patch.object(ray._private.node.Node, "start_log_monitor", return_value=None),
-    ):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(sys, "executable", script))
+        for start in ("start_log_monitor", "start_api_server", "start_monitor"):
+            patches.enter_context(mock.patch.object(ray._private.node.Node, start))
         yield
 
 
