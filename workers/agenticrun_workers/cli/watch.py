@@ -15,6 +15,7 @@ from rich.text import Text
 from agenticrun_api import Role
 from agenticrun_api.names import REPORTER_CONTAINER
 from agenticrun_workers.cli.common import give_up
+from agenticrun_workers.cli.kubectl import SourceError
 from agenticrun_workers.cli.source import (
     ALL,
     Context,
@@ -22,7 +23,6 @@ from agenticrun_workers.cli.source import (
     Reading,
     RunName,
     RunSource,
-    SourceError,
     open_run,
     or_give_up,
 )

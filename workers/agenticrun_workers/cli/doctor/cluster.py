@@ -16,7 +16,7 @@ from agenticrun_api.version import __version__, is_supported
 from agenticrun_workers.cli.doctor.placement import Node, fits_quotas, pods_fit, usable_nodes
 from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist
 from agenticrun_workers.cli.local_code import PackagingError, find_local_code
-from agenticrun_workers.cli.source import Kubectl, NoCluster, NoKubectl, SourceError
+from agenticrun_workers.cli.kubectl import Kubectl, NoCluster, NoKubectl, SourceError
 from agenticrun_workers.findings import Finding, failed, not_checked, ok, warning
 
 MIN_KUBERNETES = (1, 30)
