@@ -52,9 +52,16 @@ class Kubectl:
 
     def run(self, *words: str, timeout: float = 60.0) -> bytes:
         """Run kubectl and return what it prints. Raises `SourceError` with what it says."""
+        return self._call(words, timeout)
+
+    def create(self, manifest: dict[str, Any]) -> None:
+        """Create an object."""
+        self._call(("create", "-f", "-"), 60.0, json.dumps(manifest).encode())
+
+    def _call(self, words: tuple[str, ...], timeout: float, stdin: bytes | None = None) -> bytes:
         try:
             done = subprocess.run(
-                self.command(*words), capture_output=True, timeout=timeout, check=False
+                self.command(*words), input=stdin, capture_output=True, timeout=timeout, check=False
             )
         except subprocess.TimeoutExpired:
             raise SourceError(f"kubectl {words[0]} took longer than {timeout:.0f} s") from None
