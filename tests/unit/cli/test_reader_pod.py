@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+import typer
 
 from agenticrun_api.load import parse_served
 from agenticrun_api.names import LABEL_RUN
@@ -15,7 +17,9 @@ from agenticrun_workers.cli import reader_pod as module
 from agenticrun_workers.cli.kubectl import Kubectl, SourceError
 from agenticrun_workers.cli.reader_pod import OutputVolume, output_volume, reader_pod
 from agenticrun_workers.cli.source import ClusterSource
+from agenticrun_workers.cli.watch import samples
 from agenticrun_workers.driver.checkpoints import cluster_folders
+from agenticrun_workers.storage import Folder
 from run_folders import make_run_folder
 from runs import run_with
 
@@ -140,6 +144,20 @@ def test_a_run_that_has_ended_is_read_whole(here: Here, capsys: pytest.CaptureFi
 def test_the_log_of_a_driver_that_has_ended(here: Here, capsys: pytest.CaptureFixture[str]) -> None:
     ClusterSource(here, "lake").logs("driver", lines=2, follow=True)
     assert capsys.readouterr().out == "step 3\nstep 4\n"
+
+
+def test_the_log_of_a_driver_in_object_storage(
+    here: Here, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here.document = served(("spec.checkpoint", {"uri": "memory://bucket"}), volumeClaim=None)
+    Folder("memory://bucket/lake-01234567").write("driver.log", b"step 2\nstep 3\nstep 4\n")
+    try:
+        for lines, shown in ((2, "step 3\nstep 4\n"), (0, ""), (9, "step 2\nstep 3\nstep 4\n")):
+            ClusterSource(here, "lake").logs("driver", lines=lines, follow=False)
+            assert capsys.readouterr().out == shown
+    finally:
+        fsspec.filesystem("memory").store.clear()
+    assert not here.created
 
 
 def test_a_run_that_stands_still_is_read_once(here: Here) -> None:
@@ -268,6 +286,20 @@ def test_who_may_not_create_pods_gets_the_commands(
     for piece in ("kubectl create -f - <<'EOF'", f'"claimName": "{CLAIM}"', f"tar -C {OUTPUT}"):
         assert piece in said, said
     assert not here.deleted, "there is no pod to delete"
+
+
+def test_samples_that_cannot_be_read_are_no_samples_that_were_not_kept(
+    here: Here, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here.claim = None
+    monkeypatch.setattr(
+        "agenticrun_workers.cli.watch.open_run", lambda *_: ClusterSource(here, "lake")
+    )
+    with pytest.raises(typer.Exit):
+        samples("lake")
+    said = capsys.readouterr().err
+    assert f"claim {CLAIM} is gone" in said
+    assert "sampleLogs" not in said
 
 
 def test_what_else_the_apiserver_says_about_the_pod_is_passed_on(here: Here) -> None:
