@@ -335,7 +335,7 @@ MUTANTS = (
     ),
     Mutant(
         "operator/overlay-replaces-lists",
-        f"{OPERATOR}/resources/overlay.py",
+        "crds/agenticrun_api/pods.py",
         "key = MERGE_KEYS.get(field)",
         "key = None",
         ("tests/unit/operator/test_overlay.py",),

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -39,7 +41,7 @@ ROLE_OF_ACTOR = {
 
 @pytest.mark.timeout(1800 + OPERATOR_DOWN_SECONDS, func_only=True)
 def test_a_run_trains_to_the_end_whatever_the_operator_goes_through(
-    runs: Cluster, operator: Operator
+    runs: Cluster, operator: Operator, tmp_path: Path
 ) -> None:
     document = small_lake(NAME, max_steps=MAX_STEPS, save_steps=10, eval_steps=MAX_STEPS, gpus=1)
     gate = behind_gate(document, steps=14, seconds=1.0)
@@ -87,6 +89,17 @@ def test_a_run_trains_to_the_end_whatever_the_operator_goes_through(
         interval=0.5,
     )
     assert runs.get("agenticrun", NAME) is not None, "only the cluster goes, never the run"
+    the_report_has_curves(runs, tmp_path / "report.html")
+
+
+def the_report_has_curves(runs: Cluster, page: Path) -> None:
+    """Without a pod of the run, by one that reads its claim."""
+    command = (sys.executable, "-m", "agenticrun_workers.cli", "report", NAME)
+    runs.command(*command, "--namespace", runs.namespace, "--output", str(page))
+    text = page.read_text()
+    assert "rollout/score/mean" in text
+    assert "Not on this page" not in text
+    eventually(lambda: not runs.list("pods"), 60, "the pod that read the claim is gone")
 
 
 def has_finished(pods: Pods) -> bool:

@@ -10,15 +10,13 @@ from agenticrun_api.names import (
     REPORTER_CONTAINER,
     REPORTER_PORT,
 )
+from agenticrun_api.pods import POD_USER, RESTRICTED, merged
 from agenticrun_api.roles import Resources
 from agenticrun_operator.resources.claims import created_claim
 from agenticrun_operator.resources.code import code_containers, init_volumes
 from agenticrun_operator.resources.metadata import Manifest, run_labels
-from agenticrun_operator.resources.overlay import merged
 from agenticrun_operator.resources.volumes import SAVES, pod_volumes
 
-UID = 1000
-"""User and group of every process of a run; the worker image has this user."""
 JOB_STOP_WAIT_SECONDS = 30
 """Time a stopped driver has to save before Ray kills it. Ray's default is 3."""
 RAY_AGENT_PORT = 52365
@@ -29,12 +27,6 @@ _ENV = {
     "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_WAIT_SECONDS),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
-}
-_RESTRICTED: Manifest = {
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-    "runAsNonRoot": True,
-    "seccompProfile": {"type": "RuntimeDefault"},
 }
 _REPORTER_RESOURCES: Manifest = {
     "requests": {"cpu": "20m", "memory": "128Mi"},
@@ -64,7 +56,7 @@ def head_pod(run: AgenticRun, image: str, tokens: str, ports: dict[str, int]) ->
                 "failureThreshold": 5,
             },
             "resources": _REPORTER_RESOURCES,
-            "securityContext": _RESTRICTED,
+            "securityContext": RESTRICTED,
             "volumeMounts": [
                 item.mount
                 for item in pod_volumes(run, Role.DRIVER, tokens)
@@ -112,9 +104,9 @@ def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, 
         "terminationGracePeriodSeconds": settings.termination_grace_period_seconds,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": UID,
-            "runAsGroup": UID,
-            "fsGroup": UID,
+            "runAsUser": POD_USER,
+            "runAsGroup": POD_USER,
+            "fsGroup": POD_USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         **{key: value for key, value in optional.items() if value},
@@ -134,7 +126,7 @@ def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, 
                     "failureThreshold": 10,
                 },
                 "resources": _resources(run, role),
-                "securityContext": _RESTRICTED,
+                "securityContext": RESTRICTED,
                 "volumeMounts": [*(item.mount for item in volumes), *settings.volume_mounts],
                 **({"envFrom": settings.env_from} if settings.env_from else {}),
             }
@@ -156,7 +148,7 @@ def _init_container(run: AgenticRun, role: Role, image: str) -> Manifest:
             kind: {name: amounts[name] for name in ("cpu", "memory") if name in amounts}
             for kind, amounts in resources.items()
         },
-        "securityContext": _RESTRICTED | {"readOnlyRootFilesystem": True},
+        "securityContext": RESTRICTED | {"readOnlyRootFilesystem": True},
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 

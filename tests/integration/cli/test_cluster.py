@@ -1,7 +1,7 @@
 """Commands on a run of a cluster: a real apiserver and kubectl, and pods that never run.
 
-No kubelet answers `kubectl exec`, so a stand-in for kubectl on the PATH runs those commands here.
-It passes everything else on.
+No kubelet starts pods or answers `kubectl exec`, so a stand-in for kubectl on the PATH says of pods
+that are created that they run, and runs such commands here. It passes everything else on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from agenticrun_api.names import ExitCode
 from agenticrun_api.version import __version__
@@ -30,8 +31,17 @@ NOW = "2026-11-23T10:00:00Z"
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
 STAND_IN = """#!{python}
-import os, sys
+import json, os, subprocess, sys
 words = sys.argv[1:]
+if words[-3:] == ["create", "-f", "-"]:
+    given = sys.stdin.buffer.read()
+    subprocess.run([{kubectl!r}, *words], input=given, check=True)
+    name = json.loads(given)["metadata"]["name"]
+    status = {{"name": "reader", "ready": True, "restartCount": 0, "image": "i", "imageID": "i"}}
+    status["state"] = {{"running": {{}}}}
+    patch = json.dumps({{"status": {{"phase": "Running", "containerStatuses": [status]}}}})
+    words = [*words[:-3], "patch", "pod", name, "--subresource=status"]
+    words += ["--type=merge", "-p", patch]
 if "exec" in words:
     command = words[words.index("--") + 1:]
     command = [word.replace("/tmp/ray/session_latest/logs", {logs!r}) for word in command]
@@ -65,15 +75,19 @@ class Commands:
         self._env = {**plane.env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         self._with_pods = {"PATH": f"{stand_in.parent}{os.pathsep}{plane.env['PATH']}"}
 
-    def __call__(self, *words: str, pods: bool = True) -> tuple[int, str]:
+    def __call__(
+        self, *words: str, pods: bool = True, kubeconfig: Path | None = None
+    ) -> tuple[int, str]:
         """Run a command.
 
         Args:
             pods: False uses kubectl itself, which reaches no pod.
+            kubeconfig: of somebody who has fewer rights.
         """
+        other = {"KUBECONFIG": str(kubeconfig)} if kubeconfig else {}
         done = subprocess.run(
             [sys.executable, "-m", "agenticrun_workers.cli", *words],
-            env={**self._env, **(self._with_pods if pods else {})},
+            env={**self._env, **(self._with_pods if pods else {}), **other},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -191,21 +205,66 @@ def test_a_report_of_a_cluster_run_is_complete(cli: Commands, run: str, tmp_path
     assert SECRET not in text
 
 
-def test_a_report_names_what_nobody_has_any_more(
-    cli: Commands, run: str, plane: Cluster, tmp_path: Path
+@pytest.fixture
+def ended(plane: Cluster, run: str) -> Iterator[str]:
+    """A run that has ended: its pods are gone, its claim is there. New pods must be restricted."""
+    plane.kubectl("delete", "pods", "--all", "--grace-period=0", "--force")
+    image = {"name": "driver", "desired": 1, "ready": 0, "gpus": 0, "image": "worker:1"}
+    set_status(plane, phase="Succeeded", volumeClaim="lake-checkpoints", roles=[image])
+    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "spec": spec}
+    plane.apply({**claim, "metadata": {"name": "lake-checkpoints"}})
+    label = "pod-security.kubernetes.io/enforce"
+    plane.kubectl("label", "namespace", NAMESPACE, f"{label}=restricted")
+    yield run
+    plane.kubectl("label", "namespace", NAMESPACE, f"{label}-")
+    # No controller takes the finalizer away.
+    plane.kubectl(
+        *("patch", "pvc", "lake-checkpoints", "--type=merge"),
+        *("-p", '{"metadata":{"finalizers":null}}'),
+    )
+    plane.kubectl("delete", "pvc", "lake-checkpoints")
+
+
+def test_a_run_that_has_ended_is_read_from_its_claim(
+    cli: Commands, ended: str, plane: Cluster, tmp_path: Path
 ) -> None:
-    plane.kubectl("delete", "pod", "lake-head", "--grace-period=0", "--force")
-    set_status(plane, volumeClaim="lake-checkpoints")
     page = tmp_path / "report.html"
-    code, said = cli("report", run, "-n", NAMESPACE, "-o", str(page))
+    code, said = cli("report", ended, "-n", NAMESPACE, "-o", str(page))
+    assert code == 0, said
+    assert "the run has ended: reading its output from claim lake-checkpoints" in said
+    text = page.read_text()
+    for piece in ("rollout/score/mean", "data:image/gif;base64,", "Attempt 1"):
+        assert piece in text, piece
+    assert "Not on this page" not in text
+    assert not plane.list("pods"), "the pod is deleted"
+
+
+def test_who_may_not_create_pods_is_told_what_to_do(
+    cli: Commands, ended: str, plane: Cluster, tmp_path: Path
+) -> None:
+    config = tmp_path / "kubeconfig"
+    access = yaml.safe_load(Path(plane.env["KUBECONFIG"]).read_text())
+    access["users"][0]["user"]["as"] = "eve"
+    config.write_text(yaml.safe_dump(access))
+    reads = ("--verb=get,list", "--resource=pods,agenticruns.agenticrun.dev")
+    plane.kubectl("create", "role", "reads", *reads)
+    plane.kubectl("create", "rolebinding", "reads", "--role=reads", "--user=eve")
+    page = tmp_path / "report.html"
+    code, said = cli("report", ended, "-n", NAMESPACE, "-o", str(page), kubeconfig=config)
     assert code == 0, said
     text = page.read_text()
     assert "Not on this page" in text
-    assert "on the volume claim lake-checkpoints: mount it in a pod to read them" in text
+    assert "only a pod can read claim lake-checkpoints" in text
     assert "actor/entropy" in text  # from the status
     assert "renderDir: films" in text  # from the spec
     assert "WANDB_API_KEY" in text
     assert SECRET not in text
+    # What it prints is what the person would do with more rights.
+    commands = said[said.index("kubectl create") : said.index("\nEOF") + 4]
+    plane.command("bash", "-c", commands)
+    (pod,) = plane.list("pods")
+    assert pod["metadata"]["ownerReferences"][0]["name"] == ended
 
 
 def test_pods_that_cannot_be_reached_are_named(cli: Commands, run: str) -> None:
@@ -267,7 +326,7 @@ def test_a_run_that_does_not_exist_is_named(cli: Commands, plane: Cluster) -> No
 
 
 def test_kubectl_runs_the_plugin(cli: Commands, run: str) -> None:
-    assert cli.plugin("version") == f"{__version__}\n"
+    assert cli.plugin("--version") == f"{__version__}\n"
     assert "4/10" in cli.plugin("watch", run, "-n", NAMESPACE)
 
 

@@ -118,7 +118,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 
 def test_help_and_version() -> None:
     assert "validate" in CliRunner().invoke(app, ["--help"]).output
-    assert CliRunner().invoke(app, ["version"]).output.strip()
+    assert CliRunner().invoke(app, ["--version"]).output.strip()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from agenticrun_workers.cli.doctor.cluster import (
 )
 from agenticrun_workers.cli.doctor.machine import space
 from agenticrun_workers.cli.doctor.placement import usable_nodes
-from agenticrun_workers.cli.source import Kubectl
+from agenticrun_workers.cli.kubectl import Kubectl
 from agenticrun_workers.findings import Verdict
 
 

@@ -32,7 +32,7 @@ from agenticrun_workers.cli.doctor.placement import (
     usable_nodes,
 )
 from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist, references
-from agenticrun_workers.cli.source import Kubectl, SourceError
+from agenticrun_workers.cli.kubectl import Kubectl, SourceError
 from agenticrun_workers.findings import Finding, Verdict
 from tiny_runs import tiny_document
 

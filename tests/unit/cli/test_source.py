@@ -8,7 +8,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from agenticrun_workers.cli.source import ALL, SourceError, download_output
+from agenticrun_workers.cli.kubectl import SourceError
+from agenticrun_workers.cli.source import ALL, download_output
 from agenticrun_workers.reporting.run_folder import RunFolder
 from agenticrun_workers.storage import Folder
 from run_folders import make_run_folder

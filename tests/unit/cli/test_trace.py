@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from agenticrun_api.names import RAY_CONTAINER
-from agenticrun_workers.cli.source import ClusterSource, FolderSource, Kubectl, SourceError
+from agenticrun_workers.cli.kubectl import Kubectl, SourceError
+from agenticrun_workers.cli.source import ClusterSource, FolderSource
 from agenticrun_workers.cli.trace import summary_lines, wait_for_trace
 from agenticrun_workers.reporting.run_folder import RunFolder, trace_requests
 from tiny_runs import tiny_document

@@ -21,7 +21,7 @@ from pages import PAGES, ROOT, commands
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """Typer has a copy of click, whose names are private."""
 COMMANDS = getattr(typer.main.get_command(app), "commands", {})
-CHEAP = ("init", "validate", "version")
+CHEAP = ("init", "validate")
 """Commands that take a second, and write to the current folder only."""
 
 LINES = sorted(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_api import AgenticRun, Role, parse_run
+from agenticrun_api.pods import MERGE_KEYS, merged
 from agenticrun_operator.resources import Manifest, WorkerImages, images_in, ray_cluster
-from agenticrun_operator.resources.overlay import MERGE_KEYS, merged
 from runs import run_with
 
 WORKER = WorkerImages("worker:1")

@@ -42,15 +42,9 @@ for command in (watch, samples, logs, trace, stop, checkpoint, suspend, resume):
     app.command()(command)
 
 
-@app.command()
-def version() -> None:
-    """Print the version of AgenticRun."""
-    typer.echo(__version__)
-
-
 def _print_version(asked: bool) -> None:  # typer calls it
     if asked:
-        version()
+        typer.echo(__version__)
         raise typer.Exit
 
 

@@ -2,7 +2,8 @@
 
 Commands that show or steer a run take `RUN`, and work on both through `RunSource`. On a cluster,
 kubectl does the talking: whatever a person's kubectl can reach and sign in to, these commands can.
-The head pod serves the output folder (`kubectl exec`); once it is gone, object storage does.
+The output folder is read in the head pod (`kubectl exec`). Once that is gone, object storage is
+read from here, and a volume in a pod that mounts it for some seconds (`reader_pod.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from typing import Annotated, Any, ClassVar, Protocol
 import psutil
 import typer
 
-from agenticrun_api import AgenticRun, AgenticRunStatus, InvalidRun, Outcome, Role, parse_run
+from agenticrun_api import (
+    AgenticRun,
+    AgenticRunStatus,
+    InvalidRun,
+    Outcome,
+    Phase,
+    Role,
+    parse_run,
+)
 from agenticrun_api.load import parse_served, repair_status
 from agenticrun_api.names import (
     GROUP,
@@ -42,6 +51,15 @@ from agenticrun_api.names import (
     TOKEN_HEADER,
 )
 from agenticrun_workers.cli.common import give_up
+from agenticrun_workers.cli.kubectl import Kubectl, NoCluster, SourceError
+from agenticrun_workers.cli.reader_pod import (
+    READER_CONTAINER,
+    MayNotCreatePods,
+    commands_by_hand,
+    output_volume,
+    reader_pod,
+    running_reader,
+)
 from agenticrun_workers.reporting.display import RunView, remaining_seconds
 from agenticrun_workers.reporting.display import validation_result as result_of
 from agenticrun_workers.reporting.run_folder import (
@@ -75,10 +93,6 @@ ALL = 10**9
 """Every step, or every sample."""
 
 
-class SourceError(Exception):
-    """A run cannot be found, read or steered. The message says what to do."""
-
-
 @contextmanager
 def or_give_up() -> Iterator[None]:
     """End the command with exit code 64 if the body raises a `SourceError`, with its message."""
@@ -86,14 +100,6 @@ def or_give_up() -> Iterator[None]:
         yield
     except SourceError as error:
         give_up(str(error))
-
-
-class NoKubectl(SourceError):
-    """This machine has no kubectl."""
-
-
-class NoCluster(SourceError):
-    """kubectl knows no cluster."""
 
 
 @dataclass(frozen=True)
@@ -356,56 +362,6 @@ class FolderSource:
         self._process().send_signal(number)
 
 
-NO_CLUSTER = "localhost:8080"
-"""The address that kubectl tries when nothing names a cluster."""
-
-
-def without_log_lines(text: str) -> str:
-    """Return what kubectl says to people, without the errors in its log format (E1123 ...)."""
-    lines = [line for line in text.splitlines() if not re.match(r"E\d{4}\b", line)]
-    return "\n".join(lines).strip() or text.strip()
-
-
-class Kubectl:
-    """Kubectl with a namespace and a context."""
-
-    def __init__(self, namespace: str | None = None, context: str | None = None) -> None:
-        self._options = [
-            *([f"--namespace={namespace}"] if namespace else []),
-            *([f"--context={context}"] if context else []),
-        ]
-
-    def command(self, *words: str) -> list[str]:
-        """Return a command line."""
-        program = shutil.which("kubectl")
-        if program is None:
-            raise NoKubectl(
-                "kubectl is not on the PATH: install it, or name the output folder of a run "
-                "on this machine (./NAME)"
-            )
-        return [program, *self._options, *words]
-
-    def run(self, *words: str, timeout: float = 60.0) -> bytes:
-        """Run kubectl and return what it prints. Raises `SourceError` with what it says."""
-        try:
-            done = subprocess.run(
-                self.command(*words), capture_output=True, timeout=timeout, check=False
-            )
-        except subprocess.TimeoutExpired:
-            raise SourceError(f"kubectl {words[0]} took longer than {timeout:.0f} s") from None
-        if done.returncode:
-            said = without_log_lines(done.stderr.decode(errors="replace"))
-            if NO_CLUSTER in said:
-                raise NoCluster("kubectl knows no cluster: set KUBECONFIG, or pass --context")
-            raise SourceError(f"kubectl {' '.join(words[:3])}: {said}")
-        return done.stdout
-
-    def json(self, *words: str) -> dict[str, Any]:
-        """Return an object or a list."""
-        found: dict[str, Any] = json.loads(self.run("get", *words, "-o", "json"))
-        return found
-
-
 class ClusterSource:
     """A run on a cluster."""
 
@@ -414,6 +370,11 @@ class ClusterSource:
         self._name = name
         self._copy: Path | None = None
         self._output: str | None = None
+        self._volume_reads: dict[tuple[object, ...], str] = {}
+        """Reads of the volume, by what was read in which state: the error, or nothing.
+
+        Nothing changes there while the run has no pods, and `watch` looks every two seconds.
+        """
 
     def read(self, *, steps: int = ALL, samples: int = ALL) -> Reading:
         """See `RunSource`."""
@@ -457,11 +418,8 @@ class ClusterSource:
         if role == Role.DRIVER:
             head = self._head()
             if head is None:
-                raise SourceError(
-                    "the head pod is gone; the driver's log is driver.log "
-                    f"{self._where_output_is(document)}"
-                    + (f". Its end:\n{status.log_tail}" if status.log_tail else "")
-                )
+                typer.echo(self._log_of_an_ended_driver(document, lines), nl=False)
+                return
             if status.job is None:
                 raise SourceError("the driver has not been submitted yet")
             file = f"job-driver-{status.job.submission_id}.log"
@@ -535,13 +493,10 @@ class ClusterSource:
         return self._at_head(script, self._trace_file(name)) or None
 
     def _trace_file(self, name: str) -> str:
-        from agenticrun_workers.driver.checkpoints import cluster_folders
-        from agenticrun_workers.errors import InvalidConfig
-
         if self._output is None:
             try:
-                self._output = str(cluster_folders(parse_served(self._document()))[0])
-            except (InvalidRun, InvalidConfig) as error:
+                self._output = str(_folders(parse_served(self._document()))[0])
+            except InvalidRun as error:
                 raise SourceError(str(error)) from error
         return f"{self._output}/{TRACES}/{name}"
 
@@ -551,8 +506,7 @@ class ClusterSource:
         if head is None:
             phase = repair_status(self._document().get("status")).phase
             raise SourceError(f"{self._name} is {phase}: only a run that trains can be traced")
-        words = ("exec", head, "-c", RAY_CONTAINER, "--", "sh", "-c", script, "sh", *arguments)
-        return self._kubectl.run(*words, timeout=PACK_SECONDS)
+        return self._execute(head, RAY_CONTAINER, "sh", "-c", script, "sh", *arguments)
 
     def _document(self) -> dict[str, Any]:
         try:
@@ -595,34 +549,78 @@ class ClusterSource:
         return self._copy
 
     def _fetch(self, run: AgenticRun, folder: Path, steps: int, samples: int) -> None:
-        """Copy the output folder from the head pod, or from object storage."""
-        from agenticrun_workers.driver.checkpoints import cluster_folders
-        from agenticrun_workers.errors import InvalidConfig
-
-        try:
-            output, base = cluster_folders(run)
-        except InvalidConfig as error:
-            raise SourceError(str(error)) from error
+        """Copy what people look at from the output folder, wherever it is now."""
+        output, base = _folders(run)
+        pictures = run.spec.tracking.render_dir
+        script = ("sh", "-c", PACK, "sh", str(output), str(steps), str(samples))
+        pack = (*script, pictures or "pictures")
         if head := self._head():
-            pictures = run.spec.tracking.render_dir or "pictures"
-            script = ("sh", "-c", PACK, "sh", str(output), str(steps), str(samples), pictures)
-            words = ("exec", head, "-c", RAY_CONTAINER, "--", *script)
-            packed = self._kubectl.run(*words, timeout=PACK_SECONDS)
-            with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-                archive.extractall(folder, filter="data")
-            return
-        if "://" not in base:
-            raise SourceError(f"no head pod runs; they are {self._where_output_is(run.to_dict())}")
-        download_output(base, folder, samples, run.spec.tracking.render_dir)
+            unpack(self._execute(head, RAY_CONTAINER, *pack), folder)
+        elif "://" in base:
+            download_output(base, folder, samples, pictures)
+        else:
+            job = run.status.job.submission_id if run.status.job else ""
+            key = (run.status.phase, job, steps, samples)
+            if key not in self._volume_reads:
+                self._volume_reads[key] = ""
+                try:
+                    with self._reader(run, output) as pod:
+                        unpack(self._execute(pod, READER_CONTAINER, *pack), folder)
+                except SourceError as error:
+                    self._volume_reads[key] = str(error)
+            if problem := self._volume_reads[key]:
+                raise SourceError(problem)
 
-    def _where_output_is(self, document: Mapping[str, Any]) -> str:
-        status = repair_status(document.get("status"))
-        if status.volume_claim:
-            return f"on the volume claim {status.volume_claim}: mount it in a pod to read them"
-        storage = document["spec"].get("checkpoint") or {}
-        if storage.get("none"):
-            return "lost with the pods: the run saves no checkpoints (checkpoint.none)"
-        return f"in {storage.get('uri') or 'the storage of the checkpoints'}"
+    def _log_of_an_ended_driver(self, document: Mapping[str, Any], lines: int) -> str:
+        """Return the end of driver.log."""
+        try:
+            run = parse_served(dict(document))
+            output, base = _folders(run)
+            if "://" in base:
+                rows = read_stored(base, "driver.log").splitlines(keepends=True)
+                return "".join(rows[max(0, len(rows) - lines) :])
+            with self._reader(run, output) as pod:
+                script = 'cd "$1" && cat driver.log.1 driver.log 2>/dev/null | tail -n "$2"'
+                words = ("sh", "-c", script, "sh", str(output), str(lines))
+                return self._execute(pod, READER_CONTAINER, *words).decode(errors="replace")
+        except (InvalidRun, SourceError) as error:
+            tail = repair_status(document.get("status")).log_tail
+            end = f"\nIts end, as the status has it:\n{tail}" if tail else ""
+            raise SourceError(f"driver.log: {error}{end}") from error
+
+    def _execute(self, pod: str, container: str, *words: str) -> bytes:
+        return self._kubectl.run("exec", pod, "-c", container, "--", *words, timeout=PACK_SECONDS)
+
+    @contextmanager
+    def _reader(self, run: AgenticRun, output: Path) -> Iterator[str]:
+        """Yield the name of a pod that has the output folder; it lasts as long as the context."""
+        volume, phase = output_volume(run, output), run.status.phase
+        if not phase.finished and phase is not Phase.SUSPENDED:
+            # The run's own pods need the volume, perhaps on another node.
+            raise SourceError(f"the run is {phase} and has no head pod: try again when it trains")
+        if volume is None:
+            none = run.spec.checkpoint is not None and run.spec.checkpoint.none
+            reason = "it saves no checkpoints (checkpoint.none)" if none else f"{output} was theirs"
+            raise SourceError(f"the run's output was lost with its pods: {reason}")
+        state = "has ended" if phase.finished else "is suspended"
+        typer.echo(
+            f"the run {state}: reading its output from {volume} with a pod, a few seconds", err=True
+        )
+        pod = reader_pod(run, volume)
+        try:
+            with running_reader(self._kubectl, pod, volume) as name:
+                yield name
+        except MayNotCreatePods:
+            typer.echo(
+                f"You may not create pods here. Somebody who may copies the output with:\n\n"
+                f"{commands_by_hand(pod, output)}\n\n"
+                f"Then name the folder ./{self._name} instead of the run.",
+                err=True,
+            )
+            raise SourceError(
+                f"only a pod can read {volume}, and you may not create pods in namespace "
+                f"{run.metadata.namespace}"
+            ) from None
 
     def _follow(self, pods: Sequence[str], script: str, follow: bool) -> None:
         text = script.format("-F" if follow else "")
@@ -642,7 +640,7 @@ RAY_LOGS = "/tmp/ray/session_latest/logs"
 PACK_SECONDS = 600.0
 
 PACK = """
-cd "$1" 2>/dev/null || { echo "the head pod has no $1 yet" >&2; exit 3; }
+cd "$1" 2>/dev/null || { echo "there is no folder $1 yet" >&2; exit 3; }
 copy=$(mktemp -d) && trap 'rm -rf "$copy"' EXIT
 cp run.yaml attempts.jsonl "$copy" 2>/dev/null
 tail -n "$2" metrics.jsonl > "$copy/metrics.jsonl" 2>/dev/null
@@ -674,11 +672,47 @@ build_opener(ProxyHandler({{}})).open(request, timeout=10)
 """
 
 
+def _folders(run: AgenticRun) -> tuple[Path, str]:
+    """Return what `cluster_folders` returns."""
+    from agenticrun_workers.driver.checkpoints import cluster_folders
+    from agenticrun_workers.errors import InvalidConfig
+
+    try:
+        return cluster_folders(run)
+    except InvalidConfig as error:
+        raise SourceError(str(error)) from error
+
+
+def unpack(packed: bytes, folder: Path) -> None:
+    """Write the files of a `PACK` to a folder."""
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def read_stored(base: str, name: str) -> str:
+    """Return a text file of an output folder in object storage."""
+    from agenticrun_workers.storage import Folder
+
+    with _naming(base):
+        return Folder(base).read(name).decode(errors="replace")
+
+
+@contextmanager
+def _naming(base: str) -> Iterator[None]:
+    """Turn what a storage raises into a `SourceError` with its name."""
+    try:
+        yield
+    except Exception as error:  # drivers have exceptions of their own
+        raise SourceError(
+            f"no head pod runs, and {base} cannot be read from here: {error}"
+        ) from error
+
+
 def download_output(base: str, folder: Path, samples: int, pictures: str | None) -> None:
     """Copy the parts of an output folder that people look at from object storage."""
     from agenticrun_workers.storage import Folder
 
-    try:
+    with _naming(base):
         storage = Folder(base)
         names = list(storage.sizes())
         texts = [name for name in names if SAMPLES.fullmatch(name.removeprefix("samples/"))]
@@ -696,10 +730,6 @@ def download_output(base: str, folder: Path, samples: int, pictures: str | None)
                     target = folder / "pictures" / Path(name).name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 storage.download(name, target)
-    except Exception as error:  # drivers have exceptions of their own
-        raise SourceError(
-            f"no head pod runs, and {base} cannot be read from here: {error}"
-        ) from error
 
 
 RECORDS = ("run.yaml", "attempts.jsonl", "metrics.jsonl")

@@ -15,6 +15,7 @@ from rich.text import Text
 from agenticrun_api import Role
 from agenticrun_api.names import REPORTER_CONTAINER
 from agenticrun_workers.cli.common import give_up
+from agenticrun_workers.cli.kubectl import SourceError
 from agenticrun_workers.cli.source import (
     ALL,
     Context,
@@ -22,7 +23,6 @@ from agenticrun_workers.cli.source import (
     Reading,
     RunName,
     RunSource,
-    SourceError,
     open_run,
     or_give_up,
 )
@@ -108,7 +108,8 @@ def samples(
     with or_give_up():
         newest = limit == 1 and step is None and not validation
         files_read = 1 if newest else ALL
-        folder = open_run(run, namespace, context).read(steps=0, samples=files_read).folder
+        reading = open_run(run, namespace, context).read(steps=0, samples=files_read)
+    folder = reading.folder
     files = folder.sample_files()
     if step is not None:
         files = [file for file in files if file.stem in (f"step-{step}", f"step-{step}-val")]
@@ -119,6 +120,8 @@ def samples(
         if len(found) >= limit:
             break
         found = [*folder.episodes(file), *found]
+    if not found and reading.missing:
+        give_up("\n".join(reading.missing))
     if not found:
         steps = sorted({file.stem for file in folder.sample_files()})
         give_up(

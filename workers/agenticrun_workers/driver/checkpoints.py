@@ -23,6 +23,7 @@ from typing import Any
 
 from agenticrun_api import AgenticRun
 from agenticrun_api.names import WORK_DIR
+from agenticrun_api.spec import Checkpoint as Storage
 from agenticrun_api.version import __version__
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.reporting.client import rfc3339
@@ -352,10 +353,17 @@ def cluster_folders(run: AgenticRun) -> tuple[Path, str]:
     The second one is where a run with object storage keeps its output for good. For other runs both
     are the same folder.
 
+    Args:
+        run: as it is mounted in the head pod, or as the apiserver serves it. Only the first one
+            names the claim that the operator gives to a run without `spec.checkpoint`; the status
+            of the second one does.
+
     Raises:
         InvalidConfig: there is no fsspec driver for the URI.
     """
     storage, name = run.spec.storage, run.metadata.name
+    if storage is None and run.status.volume_claim:
+        storage = Storage()
     base = folder_of(storage.uri if storage else WORK_DIR, name, run.metadata.uid)
     return Folder(base).local_path or Path(WORK_DIR) / name, base
 

@@ -15,8 +15,8 @@ from agenticrun_api.quantities import quantity
 from agenticrun_api.version import __version__, is_supported
 from agenticrun_workers.cli.doctor.placement import Node, fits_quotas, pods_fit, usable_nodes
 from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist
+from agenticrun_workers.cli.kubectl import Kubectl, NoCluster, NoKubectl, SourceError
 from agenticrun_workers.cli.local_code import PackagingError, find_local_code
-from agenticrun_workers.cli.source import Kubectl, NoCluster, NoKubectl, SourceError
 from agenticrun_workers.findings import Finding, failed, not_checked, ok, warning
 
 MIN_KUBERNETES = (1, 30)
@@ -342,6 +342,7 @@ RIGHTS: Mapping[tuple[str, str], str] = {
     ("create", RESOURCE := f"{PLURAL}.{GROUP}"): "apply a run",
     ("patch", RESOURCE): "stop, suspend and resume",
     ("create", "pods/exec"): "watch with curves, samples, report and checkpoint",
+    ("create", "pods"): "watch, samples, logs and report of a run that has ended, from its claim",
     ("get", "pods/log"): "logs",
 }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenticrun_api import AgenticRun, Role
-from agenticrun_workers.cli.source import Kubectl, SourceError
+from agenticrun_workers.cli.kubectl import Kubectl, SourceError
 from agenticrun_workers.findings import Finding, Verdict, failed, not_checked, ok, warning
 
 Objects = list[dict[str, Any]]

@@ -1,13 +1,23 @@
-"""Merges spec.roles.<role>.podTemplate into the pods that the operator builds.
+"""Traits of every pod that is made for a run: its user, its restrictions, the user's overlay.
 
-The merge follows Kubernetes' strategic merge: mappings are merged, lists with a merge key by that
-key, and everything else is replaced. What is ours keeps its place, so the Ray container stays the
-first one, which is where KubeRay looks for it.
+The overlay is spec.roles.<role>.podTemplate. Its merge follows Kubernetes' strategic merge:
+mappings are merged, lists with a merge key by that key, and everything else is replaced. What is
+ours keeps its place, so the Ray container stays the first one, which is where KubeRay looks for it.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+POD_USER = 1000
+"""User and group of every process of a run; the worker image has this user."""
+RESTRICTED: dict[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+"""Security context of every container of ours: what the Pod Security Standard `restricted` asks."""
 
 MERGE_KEYS = {
     "containers": "name",
