@@ -113,7 +113,7 @@ def test_a_run_is_interrupted_and_gone_on_with(start: Callable[..., Command]) ->
     first.leaves_nothing_behind()
     done = first.steps()[-1]
 
-    second = start(maxSteps=done + 1)
+    second = start(preloaded=True, maxSteps=done + 1)
     assert second.wait() == ExitCode.SUCCEEDED, second.log.read_text()
     log = second.log.read_text()
     assert f"step {done + 1}/{done + 1}" in log
