@@ -26,8 +26,10 @@ if sys.version_info < (3, 11):  # noqa: UP036
 from devcluster.clusters import HostCluster, choose
 from devcluster.settings import Settings
 from devcluster.shell import NoClusterPossible
+from prometheus import obtainable
 
 ROOT = Path(__file__).resolve().parent.parent
+PROMETHEUS = (sys.executable, str(ROOT / "tools/prometheus.py"))
 DEVCLUSTER = (sys.executable, str(ROOT / "tools/devcluster"))
 SILENT_SECONDS = 30.0
 STOP_SECONDS = 15.0
@@ -156,7 +158,7 @@ def commands(settings: Settings, *, engines: bool) -> dict[str, Sequence[str]]:
     """Return what has to be done on this machine, by name.
 
     Args:
-        engines: the environments of SGLang and vLLM too.
+        engines: what only tests need, too: the environments of SGLang and vLLM, and Prometheus.
     """
     make = ("make", "--no-print-directory", "setup", *(("engines",) if engines else ()))
     found: dict[str, Sequence[str]] = {"environment": (*NICE, *make)}
@@ -168,6 +170,8 @@ def commands(settings: Settings, *, engines: bool) -> dict[str, Sequence[str]]:
     if isinstance(cluster, HostCluster):
         found["programs"] = (*DEVCLUSTER, "build")
     found["images"] = (*NICE, *DEVCLUSTER, "images", "--build-only")
+    if engines and obtainable(settings):
+        found["prometheus"] = PROMETHEUS
     return found
 
 
@@ -176,7 +180,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--engines", action="store_true", help="also the environments of SGLang and vLLM"
+        "--engines",
+        action="store_true",
+        help="also what only tests need: the environments of SGLang and vLLM, and Prometheus",
     )
     options = parser.parse_args()
     return run_together(commands(Settings.from_environment(), engines=options.engines))

@@ -1,9 +1,27 @@
-"""Prometheus metrics of the operator itself. A run's own metrics are served by its reporter."""
+"""Prometheus metrics of the operator itself, and the page that serves them with those of runs."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+from agenticrun_api.version import __version__
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+"""Buckets of durations."""
+
+INFO = Gauge("agenticrun_operator_info", "1, with the operator's version.", ["version"])
+INFO.labels(version=__version__).set(1)
 
 RECONCILES = Counter(
     "agenticrun_operator_reconciles_total", "Reconciliations, by result.", ["result"]
@@ -11,12 +29,22 @@ RECONCILES = Counter(
 RECONCILE_SECONDS = Histogram(
     "agenticrun_operator_reconcile_seconds",
     "Duration of a reconciliation.",
-    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30),
+    buckets=SECONDS,
+)
+RECONCILE_LONGEST = Gauge(
+    "agenticrun_operator_reconcile_longest_seconds",
+    "Time that the longest of the present reconciliations has taken so far; 0 if there is none.",
 )
 API_REQUESTS = Counter(
     "agenticrun_operator_api_requests_total",
-    "Requests to the kube-apiserver, without watches.",
+    "Requests to the kube-apiserver, without watches. The status of one without an answer is none.",
     ["method", "status"],
+)
+API_SECONDS = Histogram(
+    "agenticrun_operator_api_request_seconds",
+    "Duration of a request to the kube-apiserver, without watches.",
+    ["method"],
+    buckets=SECONDS,
 )
 STATUS_WRITES = Counter("agenticrun_operator_status_writes_total", "Writes of a run's status.")
 SUBMISSIONS = Counter("agenticrun_operator_submissions_total", "Drivers submitted to Ray.")
@@ -28,13 +56,27 @@ CONFLICTS = Counter(
     "Writes that the apiserver refused with 409, because of a change or contention for a quota.",
 )
 QUEUE_LENGTH = Gauge("agenticrun_operator_queue_length", "Runs that wait for a reconcile worker.")
+QUEUE_OLDEST = Gauge(
+    "agenticrun_operator_queue_oldest_seconds",
+    "Time that the first run in the queue has waited for a reconcile worker; 0 if none waits.",
+)
+UNREADABLE_RUNS = Gauge(
+    "agenticrun_operator_unreadable_runs",
+    "Runs that the operator cannot read (condition Accepted is False). They have no other metrics.",
+)
 HEADS_UNREACHABLE = Gauge(
     "agenticrun_operator_unreachable_heads", "Runs whose head did not answer the last request."
 )
 LEADER = Gauge("agenticrun_operator_leader", "1 while this process holds the lease, else 0.")
 WATCHES_DOWN = Gauge(
     "agenticrun_operator_watch_down",
-    "1 while a watch fails: its namespace or CRD is missing, or the rights to it.",
+    "1 while a watch fails: its namespace or CRD is missing, or the rights to it. The namespace of "
+    "a watch of all namespaces is *.",
+    ["kind", "namespace"],
+)
+WATCH_CONTACT = Gauge(
+    "agenticrun_operator_watch_contact_timestamp_seconds",
+    "Time at which the apiserver last answered a watch, or a watch last got an event or bookmark.",
     ["kind", "namespace"],
 )
 LAST_EVENT = Gauge(
@@ -42,11 +84,18 @@ LAST_EVENT = Gauge(
 )
 
 
-async def serve_metrics(port: int) -> web.AppRunner:
-    """Serve GET /metrics on `port`. Call `cleanup()` on the result to stop."""
+async def serve_metrics(port: int, runs: Callable[[], CollectorRegistry]) -> web.AppRunner:
+    """Serve GET /metrics on `port`. Call `cleanup()` on the result to stop.
+
+    Args:
+        port: the port.
+        runs: returns the metrics of the runs as they are now. They are formatted in a thread: those
+            of a thousand runs take half a second.
+    """
 
     async def metrics(_request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        body = generate_latest() + await asyncio.to_thread(generate_latest, runs())
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     app = web.Application()
     app.router.add_get("/metrics", metrics)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from agenticrun_operator.cluster import ClusterError
-from agenticrun_operator.metrics import QUEUE_LENGTH, RECONCILE_SECONDS, RECONCILES
+from agenticrun_operator.metrics import RECONCILE_SECONDS, RECONCILES
 from agenticrun_operator.workqueue import Item, Key, WorkQueue, backoff_seconds
 
 WORKERS = 256
@@ -45,6 +45,8 @@ class ReconcileWorkers:
         self._leading = leading
         self._count = count
         self._failures: dict[Key, int] = {}
+        self._began: dict[Key, float] = {}
+        """When each present reconciliation began, the earliest first."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -70,12 +72,17 @@ class ReconcileWorkers:
         """Number of running tasks. If one has ended, that is a bug and the liveness probe fails."""
         return sum(not task.done() for task in self._tasks)
 
+    @property
+    def longest_seconds(self) -> float:
+        """Time that the longest of the present reconciliations has taken; 0 if there is none."""
+        began = next(iter(self._began.values()), None)
+        return 0.0 if began is None else time.perf_counter() - began
+
     async def _work(self) -> None:
         while True:
             item = await self._queue.get()
             await self._leading.wait()
-            QUEUE_LENGTH.set(len(self._queue))
-            started = time.perf_counter()
+            started = self._began[item.key] = time.perf_counter()
             try:
                 delay = await self._reconcile(item)
             except Exception as error:  # an error in one run must not end the reconcile worker
@@ -84,6 +91,7 @@ class ReconcileWorkers:
                 self._failures.pop(item.key, None)
                 RECONCILES.labels(result="ok").inc()
             finally:
+                del self._began[item.key]
                 self._queue.done(item.key)
                 RECONCILE_SECONDS.observe(time.perf_counter() - started)
             if delay is not None:

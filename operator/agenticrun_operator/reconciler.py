@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
-from agenticrun_api import AgenticRun, ConditionType, InvalidRun, Phase
+from agenticrun_api import (
+    Activity,
+    AgenticRun,
+    ConditionType,
+    InvalidRun,
+    Phase,
+    Progress,
+)
 from agenticrun_api.load import parse_served
 from agenticrun_api.names import KIND
 from agenticrun_operator.applying import Applier
@@ -25,7 +32,7 @@ from agenticrun_operator.cluster import (
     Refused,
 )
 from agenticrun_operator.errors import ClusterError
-from agenticrun_operator.metrics import CONFLICTS
+from agenticrun_operator.metrics import CONFLICTS, UNREADABLE_RUNS
 from agenticrun_operator.observed import JobTrouble, Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import (
@@ -35,7 +42,9 @@ from agenticrun_operator.planning import (
     plan,
     plan_unreadable,
 )
+from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.resources import CLAIM_KIND, Manifest, OperatorKey, WorkerImages
+from agenticrun_operator.run_metrics import RunState
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item, Key, backoff_seconds
 
@@ -79,6 +88,8 @@ class RunCache:
     """Generation of the run, and why and when the apiserver refused to change its RayCluster."""
     ended: tuple[str, str] | None = None
     """Submission id and end time of the newest attempt that this operator saw end."""
+    progress: Progress | None = None
+    """The newest progress snapshot of an attempt that has started, for metrics only."""
 
 
 def utc_now() -> datetime:
@@ -125,6 +136,7 @@ class Reconciler:
         self._full_look_seconds = full_look_seconds
         self._clock = clock
         self._cache: dict[Key, RunCache] = {}
+        self._unreadable: set[Key] = set()
 
     def is_current(self, key: Key) -> bool:
         """Return True if the newest version of the run that the watch saw was read or written here.
@@ -138,6 +150,10 @@ class Reconciler:
     def known_keys(self) -> list[Key]:
         """Return the runs that are remembered here."""
         return list(self._cache)
+
+    def run_states(self) -> list[RunState]:
+        """Return what is known of each run, for metrics."""
+        return [RunState(cached.run, cached.progress) for cached in self._cache.values()]
 
     async def reconcile(self, item: Item) -> float | None:
         """Observe the run, plan and apply.
@@ -213,8 +229,10 @@ class Reconciler:
             run = before.run if before and same else _read(document, before)
         except InvalidRun as error:
             self._cache.pop(key, None)
+            self._note_readable(key, False)
             await self._handle_unreadable(document, error)
             return None, True
+        self._note_readable(key, True)
         known = before if before and not fresh and self._knows_children(before, run) else None
         if run.status.phase is Phase.PENDING and self._images.missing_engine(run):
             objects = ObservedObjects({}, (), None)  # nothing can be done for it
@@ -296,7 +314,12 @@ class Reconciler:
             written = parse_served(document).model_copy(update={"status": plan_.status})
             cached = replace(cached, document=document, run=written)
         asked = {delete.uid: self._clock() for delete in plan_.delete}
-        cached = replace(cached, wrote_at=wrote_at, deletions={**cached.deletions, **asked})
+        cached = replace(
+            cached,
+            wrote_at=wrote_at,
+            deletions={**cached.deletions, **asked},
+            progress=_newest_progress(cached, observed),
+        )
         self._cache[key] = cached
         await self._applier.delete_and_report(plan_, document)
         return plan_, cached
@@ -378,7 +401,12 @@ class Reconciler:
         stored = await self._applier.write_status(document, plan_)
         await self._applier.delete_and_report(plan_, stored)
 
+    def _note_readable(self, key: Key, readable: bool) -> None:
+        (self._unreadable.discard if readable else self._unreadable.add)(key)
+        UNREADABLE_RUNS.set(len(self._unreadable))
+
     def _forget(self, key: Key) -> None:
+        self._note_readable(key, True)
         self._conflicts.pop(key, None)
         cached = self._cache.pop(key, None)
         if cached:
@@ -395,6 +423,15 @@ def _read(document: Manifest, before: RunCache | None) -> AgenticRun:
     if before is None or before.document.get("status") != document.get("status"):
         return run
     return run.model_copy(update={"status": before.run.status})
+
+
+def _newest_progress(cached: RunCache, observed: Observed) -> Progress | None:
+    """Return the snapshot to keep. A driver that starts has no numbers yet: the last ones stay."""
+    if cached.run.status.phase.finished:
+        return None
+    seen = own_progress(cached.run, observed.progress)
+    starts = seen is None or seen.activity is Activity.STARTING or seen.max_steps == 0
+    return cached.progress if starts else seen
 
 
 def _acts(plan_: Plan, run: AgenticRun) -> bool:

@@ -8,6 +8,7 @@ import time
 
 import aiohttp
 from aiohttp import web
+from prometheus_client import CollectorRegistry
 
 from agenticrun_api.names import KIND, LABEL_RUN
 from agenticrun_operator.cluster import (
@@ -20,9 +21,16 @@ from agenticrun_operator.cluster import (
     connect,
 )
 from agenticrun_operator.lease import Leadership
-from agenticrun_operator.metrics import LAST_EVENT, serve_metrics
+from agenticrun_operator.metrics import (
+    LAST_EVENT,
+    QUEUE_LENGTH,
+    QUEUE_OLDEST,
+    RECONCILE_LONGEST,
+    serve_metrics,
+)
 from agenticrun_operator.reconcile_workers import WORKERS, ReconcileWorkers, resync
 from agenticrun_operator.reconciler import Reconciler
+from agenticrun_operator.run_metrics import run_registry
 from agenticrun_operator.settings import HeadAccess, Settings
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.watches import Watch
@@ -69,7 +77,10 @@ class OperatorRuntime:
             self.queue, self._reconciler.reconcile, self._leadership.held
         )
         self.reconcile_workers.start()
-        self._metrics: web.AppRunner = await serve_metrics(settings.metrics_port)
+        QUEUE_LENGTH.set_function(lambda: len(self.queue))
+        QUEUE_OLDEST.set_function(lambda: self.queue.oldest_seconds)
+        RECONCILE_LONGEST.set_function(lambda: self.reconcile_workers.longest_seconds)
+        self._metrics: web.AppRunner = await serve_metrics(settings.metrics_port, self._run_metrics)
         self._background = [
             asyncio.create_task(self._leadership.run(), name="lease"),
             asyncio.create_task(
@@ -108,6 +119,11 @@ class OperatorRuntime:
         await self._metrics.cleanup()
         await self._session.close()
         await self._kube.close()
+
+    def _run_metrics(self) -> CollectorRegistry:
+        """Return the metrics of all runs, if this is the operator that follows them."""
+        leads = self._leadership.held.is_set()
+        return run_registry(self._reconciler.run_states() if leads else [])
 
     def _apiserver_recovered(self) -> None:
         self.reconcile_workers.retry_failed()

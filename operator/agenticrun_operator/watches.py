@@ -24,7 +24,7 @@ from agenticrun_operator.cluster import (
     WatchBroken,
     WatchExpired,
 )
-from agenticrun_operator.metrics import WATCHES_DOWN
+from agenticrun_operator.metrics import WATCH_CONTACT, WATCHES_DOWN
 from agenticrun_operator.resources import Manifest
 from agenticrun_operator.watch_cache import WatchCache
 from agenticrun_operator.workqueue import backoff_seconds
@@ -33,6 +33,8 @@ FIRST_RETRY_SECONDS = 0.5
 MAX_RETRY_SECONDS = 4.0
 """Longest delay until an apiserver, namespace or CRD that is there again is noticed."""
 JITTER = 0.2
+ALL_NAMESPACES = "*"
+"""Label of a watch of all namespaces. Prometheus puts that of the operator in place of nothing."""
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +120,7 @@ class Watch:
             self._cache.resumed(self._namespace)
             async for kind, item in events:
                 self._failures = 0
+                self._note_contact()
                 if kind == "DELETED":
                     self._cache.deleted(item)
                 elif kind != "BOOKMARK":
@@ -128,11 +131,19 @@ class Watch:
         if self._trouble:
             log.info("watch %s works again", self.name)
         self._trouble = ""
-        WATCHES_DOWN.labels(kind=self._kind, namespace=self._namespace or "").set(0)
+        self._note_contact()
+        WATCHES_DOWN.labels(**self._labels).set(0)
+
+    def _note_contact(self) -> None:
+        WATCH_CONTACT.labels(**self._labels).set_to_current_time()
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        return {"kind": self._kind, "namespace": self._namespace or ALL_NAMESPACES}
 
     def _note_down(self, error: Exception) -> None:
         """Log the trouble, once."""
-        WATCHES_DOWN.labels(kind=self._kind, namespace=self._namespace or "").set(1)
+        WATCHES_DOWN.labels(**self._labels).set(1)
         if str(error) == self._trouble:
             return
         self._trouble = str(error)

@@ -7,6 +7,8 @@ is being handled is handled once more afterwards. Of several due times, the earl
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 Key = tuple[str, str]
@@ -36,9 +38,11 @@ class WorkQueue:
     Not thread-safe: use it in one event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
-        self._waiting: set[Key] = set()
+        self._waiting: dict[Key, float] = {}
+        """Since when each key waits, in the order of the queue."""
         self._changed: set[Key] = set()
         self._handled: set[Key] = set()
         self._again: set[Key] = set()
@@ -46,6 +50,12 @@ class WorkQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def oldest_seconds(self) -> float:
+        """Time that the first key has waited; 0 if none waits."""
+        since = next(iter(self._waiting.values()), None)
+        return 0.0 if since is None else self._clock() - since
 
     def add(self, key: Key) -> None:
         """Report a change: the key is handled as soon as possible."""
@@ -66,7 +76,7 @@ class WorkQueue:
     async def get(self) -> Item:
         """Wait for the next key and return it. Call `done` after handling it."""
         key = await self._ready.get()
-        self._waiting.discard(key)
+        del self._waiting[key]
         self._handled.add(key)
         changed = key in self._changed
         self._changed.discard(key)
@@ -85,5 +95,5 @@ class WorkQueue:
         if key in self._handled:
             self._again.add(key)
         elif key not in self._waiting:
-            self._waiting.add(key)
+            self._waiting[key] = self._clock()
             self._ready.put_nowait(key)

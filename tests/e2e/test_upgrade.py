@@ -1,4 +1,4 @@
-"""Upgrades while runs go on, with the commands of charts/agenticrun/README.md.
+"""Upgrades while runs go on, with the commands of docs/upgrade.md.
 
 From the previous release to this tree and back, and with the CRD of a later version. They are
 drills (AGENTICRUN_E2E_DRILLS=all), and need the history of the repository.
@@ -36,7 +36,7 @@ RELEASE = "agenticrun-upgrade"
 CHART = "charts/agenticrun"
 CRD = f"{CHART}/crds/agenticruns.yaml"
 OURS = {"agenticrun": RELEASE, "agenticrun-system": SYSTEM}
-"""Names of the release and its namespace in the README, and those used here."""
+"""Names of the release and its namespace on the page, and those used here."""
 TRUE_WITHIN_SECONDS = 10.0
 """The status is true again so long after the new operator is ready."""
 READING_SECONDS = 25.0
@@ -124,17 +124,18 @@ def apply_crd(cluster: Cluster, file: Path) -> None:
 
 
 def commands(heading: str) -> list[list[str]]:
-    """Return the commands of a section of the chart's README, without those of its subsections."""
-    readme = (ROOT / CHART / "README.md").read_text()
-    _, _, rest = readme.partition(f"\n{heading}\n")
+    """Return the commands of a section of the page, without those of its subsections."""
+    page = (ROOT / "docs/upgrade.md").read_text()
+    _, _, rest = page.partition(f"\n{heading}\n")
     section = re.split(r"^#+ ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+    section = re.sub(r"^```.*?^```$", "", section, flags=re.MULTILINE | re.DOTALL)
     lines = [shlex.split(line) for line in section.splitlines() if line.startswith("    ")]
-    assert lines, f"{CHART}/README.md has no commands below {heading!r}"
+    assert lines, f"docs/upgrade.md has no commands below {heading!r}"
     return lines
 
 
 def carry_out(cluster: Cluster, command: list[str], **other: str) -> str:
-    """Run a command of the README, with this installation's names in it.
+    """Run a command of the page, with this installation's names in it.
 
     Args:
         cluster: the cluster.
@@ -325,7 +326,7 @@ def test_runs_of_the_previous_release_survive_the_upgrade_and_the_way_back(
         statuses_are_true(bare, seconds=60)  # it tries again to read them
         assert bare.identity() == before[bare]
 
-        for command in commands("### Back to 0.1.0"):
+        for command in commands("## Back to 0.1.0"):
             carry_out(cluster, command, **the_way_back(cluster, previous))
             bare.trains_on()
             if command[0] == "kubectl":
@@ -347,11 +348,11 @@ def is_ready(operator: Operator, release: Release) -> None:
 
 
 def the_upgrade_from_0_1(release: Release) -> tuple[list[list[str]], list[str]]:
-    """Return the README's commands up to the upgrade, and the one that deletes the old Lease.
+    """Return the page's commands up to the upgrade, and the one that deletes the old Lease.
 
     The values of this installation name images, so the upgrade names the new ones.
     """
-    *upgrade, delete_lease = commands("### Upgrade from 0.1")
+    *upgrade, delete_lease = commands("## Upgrade from 0.1")
     assert upgrade[-1][:2] == ["helm", "upgrade"]
     assert "lease" in delete_lease
     return [*upgrade[:-1], upgrade[-1] + new_images(release)], delete_lease
@@ -390,7 +391,7 @@ def the_operator_reads_no_secrets(
 
 
 def the_way_back(cluster: Cluster, release: Release) -> dict[str, str]:
-    """Return what the README leaves open in the commands that go back to a release."""
+    """Return what the page leaves open in the commands that go back to a release."""
     history = json.loads(
         cluster.command("helm", "history", RELEASE, "--namespace", SYSTEM, "-o", "json")
     )
@@ -422,7 +423,7 @@ def test_a_later_crd_comes_before_its_operator(
         steady = begin(runs, "steady", 80, saves=True)
         steady.wait_for_step(3)
         before = steady.identity()
-        apply, upgrade = commands("## Upgrade")
+        apply, upgrade = commands("## The steps")
         carry_out(cluster, [word.replace(CRD, str(file)) for word in apply])
         stored = runs.get("agenticrun", "steady")
         assert stored is not None

@@ -77,6 +77,7 @@ class OperatorProcess:
 
     process: subprocess.Popen[bytes]
     probe_port: int
+    metrics_port: int
     log: Path
 
     @classmethod
@@ -84,13 +85,13 @@ class OperatorProcess:
         """Start it with a kubeconfig and more settings."""
         kubeconfig, log = folder / "kubeconfig-operator", folder / "operator.log"
         kubeconfig.write_text(yaml.safe_dump(config))
-        probe_port = free_port()
+        probe_port, metrics_port = free_port(), free_port()
         environment = {
             "KUBECONFIG": str(kubeconfig),
             "AGENTICRUN_OPERATOR_KEY": "k" * 32,
             "AGENTICRUN_WORKER_IMAGE": "worker:1",
             "AGENTICRUN_PROBE_PORT": str(probe_port),
-            "AGENTICRUN_METRICS_PORT": str(free_port()),
+            "AGENTICRUN_METRICS_PORT": str(metrics_port),
             **settings,
         }
         with log.open("ab") as output:
@@ -100,7 +101,7 @@ class OperatorProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        return cls(process, probe_port, log)
+        return cls(process, probe_port, metrics_port, log)
 
     def stop(self) -> None:
         """End it as the kubelet does, and wait."""

@@ -38,6 +38,7 @@ from agenticrun_operator.cluster import KubeClient
 from agenticrun_operator.cluster.kube import object_path
 from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.resources import Manifest, secret_of
+from agenticrun_operator.run_metrics import STEP_METRICS
 from drills import is_ready
 from fake_ray import FakeJob, missing_roles, pod_of, ready_condition
 
@@ -214,6 +215,9 @@ class SimulatedHead:
             step,
             max_steps=pipeline.max_steps,
             seconds_per_step=STEP_SECONDS,
+            tokens_per_second=100.0,
+            staleness=0.0,
+            metrics=dict.fromkeys(STEP_METRICS, 0.25),
             **fields,
         )
         self._reported_at = time.monotonic()

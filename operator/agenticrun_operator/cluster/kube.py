@@ -37,7 +37,7 @@ from agenticrun_operator.errors import (
     WatchBroken,
     WatchExpired,
 )
-from agenticrun_operator.metrics import API_REQUESTS
+from agenticrun_operator.metrics import API_REQUESTS, API_SECONDS
 from agenticrun_operator.resources import Event, Manifest
 
 FIELD_MANAGER = "agenticrun-operator"
@@ -163,11 +163,14 @@ class KubeClient:
             response = await self._api.call_api(*serialized, _request_timeout=limit)
             content = await response.read()
         except (TimeoutError, aiohttp.ClientError) as error:
+            API_REQUESTS.labels(method=method, status="none").inc()
             raise KubeUnavailable(
                 f"{method} {path}: {str(error) or type(error).__name__}"
             ) from error
         finally:
-            self._slow = time.monotonic() - began >= TIMEOUT_SECONDS
+            seconds = time.monotonic() - began
+            self._slow = seconds >= TIMEOUT_SECONDS
+            API_SECONDS.labels(method=method).observe(seconds)
         API_REQUESTS.labels(method=method, status=str(response.status)).inc()
         return Response(response.status, content)
 

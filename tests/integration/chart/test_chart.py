@@ -236,6 +236,42 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
     assert metadata["labels"]["c"] == "d"
 
 
+def test_objects_for_prometheus_and_grafana_are_made_if_wanted(cluster: Cluster) -> None:
+    release = "mine"
+    objects = render(
+        cluster,
+        release=release,
+        metrics={
+            "port": 9191,
+            "serviceMonitor": {"enabled": True, "labels": {"release": "kps"}, "interval": "15s"},
+            "prometheusRule": {"enabled": True, "docsUrl": "https://docs.example/"},
+            "dashboard": {"enabled": True},
+        },
+    )
+    monitor = objects["ServiceMonitor", NAMESPACE, release]
+    assert monitor["metadata"]["labels"]["release"] == "kps"
+    service = objects["Service", NAMESPACE, f"{release}-metrics"]
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    assert wanted <= service["metadata"]["labels"].items(), "it selects the Service"
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert endpoint == {"port": "metrics", "honorLabels": True, "interval": "15s"}
+    assert service["spec"]["ports"][0]["name"] == "metrics"
+    written = yaml.safe_load((CHART / "files/rules.yaml").read_text())["groups"]
+    made = objects["PrometheusRule", NAMESPACE, release]["spec"]["groups"]
+    assert [rule["alert"] for group in made for rule in group["rules"]] == [
+        rule["alert"] for group in written for rule in group["rules"]
+    ]
+    down = made[0]["rules"][0]
+    assert 'job="mine-metrics"' in down["expr"]
+    assert down["annotations"]["runbook_url"] == (
+        "https://docs.example/monitoring.html#agenticrunoperatordown"
+    )
+    assert "agenticrun-metrics" not in json.dumps(made)
+    board = objects["ConfigMap", NAMESPACE, f"{release}-dashboard"]
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert board["data"]["agenticrun.json"] == (CHART / "files/dashboard.json").read_text()
+
+
 def key_reference(objects: Objects) -> dict[str, str]:
     (entry,) = (
         entry for entry in container(objects)["env"] if entry["name"] == "AGENTICRUN_OPERATOR_KEY"
@@ -405,6 +441,8 @@ def test_the_policy_protects_the_releases_namespace_unless_it_is_watched(cluster
         ({"logLevel": "loud"}, "/logLevel"),
         ({"images": {"workers": {"tgi": "x"}}}, "/images/workers"),
         ({"metrics": {"port": 80}}, "/metrics/port"),
+        ({"metrics": {"serviceMonitor": {"interval": "soon"}}}, "/metrics/serviceMonitor/interval"),
+        ({"metrics": {"dashboard": {"labels": {"a": 1}}}}, "/metrics/dashboard/labels/a"),
         ({"resources": {"requets": {}}}, "/resources"),
         ({"resources": {"limits": {"memory": "banana"}}}, "/resources/limits/memory"),
         ({"resources": {"limits": {"memory": "2GB"}}}, "/resources/limits/memory"),

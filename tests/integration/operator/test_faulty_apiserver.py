@@ -1,5 +1,7 @@
 """The operator's own process on a real apiserver, through a proxy that breaks in eleven ways.
 
+A real Prometheus scrapes it, with the chart's rules, and answers the queries of the dashboard.
+
 Runs train meanwhile, on simulated pods, and some of them lose their driver or their head. After
 each fault the status must be true again within ten seconds; no step is lost beyond the last
 checkpoint, no driver runs twice, and nothing is left of deleted runs.
@@ -18,7 +20,7 @@ import time
 import urllib.error
 from base64 import b64decode
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,11 @@ from control_plane import control_plane
 from drills import ENDED, TRUE_WITHIN_SECONDS, Sample, counts_as_ready, untruths
 from faulty_proxy import Fault, FaultyProxy
 from operator_process import OperatorProcess, Release
+from prometheus_server import RULES, Prometheus, panels, prometheus
 from runs import run_with
 from simulated_cluster import STEP_SECONDS, SimulatedCluster
 from testcluster import Cluster
+from waiting import eventually
 
 SECONDS = float(os.environ.get("AGENTICRUN_PROXY_SECONDS", "0"))
 """Duration of the faults; 0: each fault once, for as short as it can be."""
@@ -97,19 +101,19 @@ class Deployment:
 
     async def supervise(self) -> None:
         self.process = self._start()
-        failures = 0
+        failures, started = 0, False  # a start may take long, as for the chart's startup probe
         while True:
             await asyncio.sleep(2)
             try:
                 await asyncio.to_thread(self.process.check_alive)
-                failures = 0
+                failures, started = 0, True
             except (AssertionError, OSError, urllib.error.URLError) as error:
-                failures += 1
+                failures += started
                 ended = self.process.process.poll() is not None
                 if ended or failures == 3:
                     self.restarts.append(f"{'ended' if ended else 'not healthy'}: {error}")
                     await asyncio.to_thread(self.process.stop)
-                    self.process, failures = self._start(), 0
+                    self.process, failures, started = self._start(), 0, False
 
     def _start(self) -> OperatorProcess:
         return OperatorProcess.start(
@@ -250,6 +254,7 @@ async def direct(plane: Cluster) -> AsyncIterator[KubeClient]:
 @pytest.mark.timeout(int(SECONDS) + 1200)
 async def test_runs_survive_a_faulty_apiserver(plane: Cluster, tmp_path: Path) -> None:
     log: list[str] = []
+    began, stack = time.monotonic(), ExitStack()
     config = RELEASE.kubeconfig(plane)
     (entry,) = config["clusters"]
     authority, server = entry["cluster"]["certificate-authority-data"], entry["cluster"]["server"]
@@ -266,8 +271,12 @@ async def test_runs_survive_a_faulty_apiserver(plane: Cluster, tmp_path: Path) -
         tasks = [group.create_task(deployment.supervise()), group.create_task(recording.record())]
         try:
             creating = group.create_task(create_runs(cluster))
-            assert await until(lambda: any(item.step for item in cluster.histories.values()), 60), (
-                deployment.process.log.read_text()[-3000:]
+            assert await until(
+                lambda: any(item.step for item in cluster.histories.values()), 180
+            ), deployment.process.log.read_text()[-3000:]
+            port = deployment.process.metrics_port
+            server = await asyncio.to_thread(
+                stack.enter_context, prometheus(tmp_path / "prometheus", port, RULES)
             )
             await play(cluster, proxy, log)
             await creating
@@ -282,7 +291,9 @@ async def test_runs_survive_a_faulty_apiserver(plane: Cluster, tmp_path: Path) -
             for name in samples:
                 await cluster.delete(KIND, name)
             left = await left_over(cluster)
+            left += await asyncio.to_thread(monitoring_problems, server, time.monotonic() - began)
         finally:
+            stack.close()
             for task in tasks:
                 task.cancel()
             await asyncio.to_thread(deployment.process.stop)  # it still uses the proxy
@@ -321,6 +332,25 @@ def _problems(cluster: SimulatedCluster, samples: dict[str, list[Sample]]) -> It
             yield f"{name}: untrue for {untruth.seconds:.0f} s: {untruth.text}"
         worst = list(late(samples[name], max_steps()))
         yield from (f"{name}: {text}" for text in worst[-1:])
+
+
+def monitoring_problems(server: Prometheus, seconds: float) -> list[str]:
+    """Return panels that showed nothing in the last seconds; wait for the end of deleted runs."""
+    found = server.sick_rules()
+    found += [
+        f"panel {title}: no series of {expression}"
+        for title, expressions in panels().items()
+        for expression in expressions
+        if "Conditions that" not in title and not server.seen(expression, seconds)
+    ]
+    found += [f"not scraped: {item['metric']}" for item in server.query("up == 0")]
+    eventually(
+        lambda: not server.query('{__name__=~"agenticrun_run_.+"}'),
+        60,
+        "deleted runs have no series",
+        interval=0.5,
+    )
+    return found
 
 
 async def left_over(cluster: SimulatedCluster) -> list[str]:

@@ -14,6 +14,7 @@ from agenticrun_operator.reconcile_workers import (
     ReconcileWorkers,
 )
 from agenticrun_operator.workqueue import Item, WorkQueue
+from waiting import eventually_in_loop
 
 GOOD, BAD = ("team", "good"), ("team", "bad")
 
@@ -53,6 +54,28 @@ async def test_nothing_is_reconciled_without_the_lease() -> None:
     assert seen.empty()
     leading.set()
     assert (await asyncio.wait_for(seen.get(), 60)).key == GOOD
+    await workers.stop()
+
+
+async def test_a_reconciliation_that_does_not_end_is_seen() -> None:
+    queue, leading, began = WorkQueue(), asyncio.Event(), asyncio.Event()
+    release = asyncio.Event()
+
+    async def reconcile(item: Item) -> float | None:
+        began.set()
+        await release.wait()
+        return None
+
+    workers = ReconcileWorkers(queue, reconcile, leading, count=1)
+    workers.start()
+    queue.add(GOOD)
+    await asyncio.sleep(0)
+    assert workers.longest_seconds == 0, "without the Lease nothing is reconciled"
+    leading.set()
+    await asyncio.wait_for(began.wait(), 60)
+    assert workers.longest_seconds > 0
+    release.set()
+    await eventually_in_loop(lambda: workers.longest_seconds == 0, 60, "it ends")
     await workers.stop()
 
 

@@ -64,3 +64,19 @@ def test_delays_double_up_to_the_longest_and_failures_may_go_on_for_days() -> No
         8.0,
         8.0,
     ]
+
+
+async def test_the_age_of_the_first_key_is_that_of_its_report() -> None:
+    now = 100.0
+    queue = WorkQueue(clock=lambda: now)
+    assert queue.oldest_seconds == 0
+    queue.add(A)
+    now += 5
+    queue.add(B)
+    queue.add(A)
+    assert queue.oldest_seconds == 5, "a second report changes nothing"
+    assert (await queue.get()).key == A
+    now += 1
+    assert queue.oldest_seconds == 1, "now B is the first"
+    await queue.get()
+    assert queue.oldest_seconds == 0

@@ -114,12 +114,15 @@ def test_what_is_done_depends_on_the_cluster_of_the_machine(
 ) -> None:
     settings = Settings(tmp_path, tmp_path / "cache", tmp_path / "state")
 
-    def names(cluster: object) -> list[str]:
+    def names(cluster: object, engines: bool = False) -> list[str]:
         monkeypatch.setattr(prepare, "choose", lambda settings: cluster)
-        return list(prepare.commands(settings, engines=False))
+        return list(prepare.commands(settings, engines=engines))
 
     assert names(HostCluster(settings)) == ["environment", "programs", "images"]
     assert names(ContextCluster(settings)) == ["environment", "images"]
+    monkeypatch.setattr(prepare, "obtainable", lambda settings: True)
+    assert names(ContextCluster(settings), engines=True) == ["environment", "images", "prometheus"]
+    assert names(ContextCluster(settings)) == ["environment", "images"], "not for the demo"
 
     def none(settings: Settings) -> None:
         raise NoClusterPossible("not root")

@@ -1,0 +1,233 @@
+"""Prometheus metrics of runs, made at each scrape of what the operator knows of them.
+
+One target for all runs, and no token: a run's own reporter serves more, but only to those who have
+its token. Each run has a bounded number of series, which go when it is deleted. A run that has
+ended keeps those about its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from agenticrun_api import AgenticRun, ConditionType, Progress
+
+STEP_METRICS = (
+    *("time/step", "time/rollout", "time/train", "time/sync", "weight_sync/seconds"),
+    *("rollout/utilization", "rollout/idle/few_requests", "rollout/idle/env"),
+    *("rollout/idle/gate", "rollout/idle/weights", "rollout/idle/lost"),
+    *("rollout/success/mean", "val/success/mean", "val/success/best"),
+    *("actor/entropy", "actor/grad_norm", "actor/approxkl", "engine/logprob_gap"),
+    *("group/zero_variance_share", "tokens/response_length/mean"),
+    *("guard/logprob_gap", "guard/entropy", "guard/zero_variance"),
+)
+"""Metrics of a step that have a series, out of the 64 that a progress snapshot may have."""
+_LAST_WORDS = frozenset({ConditionType.COMPLETE.value, ConditionType.FAILED.value})
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What the operator knows of one run."""
+
+    run: AgenticRun
+    progress: Progress | None
+    """The newest progress snapshot. None: none has been seen since the operator's start, or the run
+    has ended."""
+
+    @property
+    def ended(self) -> bool:
+        return self.run.status.phase.finished
+
+
+Samples = Iterable[tuple[tuple[str, ...], float]]
+"""Values of further labels, and the value."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric with the labels namespace, run and perhaps more."""
+
+    name: str
+    help: str
+    samples: Callable[[RunState], Samples]
+    labels: tuple[str, ...] = ()
+    counter: bool = False
+
+    def family(self, states: Sequence[RunState]) -> Metric:
+        """Return the metric of all runs."""
+        labels = ("namespace", "run", *self.labels)
+        kind = CounterMetricFamily if self.counter else GaugeMetricFamily
+        family = kind(self.name, self.help, labels=labels)
+        for state in states:
+            for more, value in self.samples(state):
+                family.add_metric((*state.run.key, *more), value)
+        return family
+
+
+def _plain(value: float | None) -> Samples:
+    return () if value is None else (((), float(value)),)
+
+
+def _time(text: str | None) -> Samples:
+    return _plain(datetime.fromisoformat(text).timestamp() if text else None)
+
+
+def _conditions(state: RunState) -> Samples:
+    for item in state.run.status.conditions:
+        if state.ended == (item.type in _LAST_WORDS):
+            yield (item.type, item.status, item.reason), 1.0
+
+
+def _step_metrics(state: RunState) -> Samples:
+    found = state.progress.metrics if state.progress else {}
+    return [((name,), found[name]) for name in STEP_METRICS if name in found]
+
+
+def _roles(read: Callable[[AgenticRun], Samples]) -> Callable[[RunState], Samples]:
+    return lambda state: () if state.ended else read(state.run)
+
+
+def _of_step(name: str) -> Callable[[RunState], Samples]:
+    """Return the reader of a number that only a progress snapshot has in full."""
+    return lambda state: _plain(getattr(state.progress, name)) if state.progress else ()
+
+
+SERIES = (
+    Series(
+        "agenticrun_run_phase",
+        "1, with the run's phase.",
+        lambda state: [((state.run.status.phase.value,), 1.0)],
+        ("phase",),
+    ),
+    Series(
+        "agenticrun_run_condition",
+        "1 for each condition of the run: Complete and Failed after its end, the others before.",
+        _conditions,
+        ("type", "status", "reason"),
+    ),
+    Series(
+        "agenticrun_run_activity",
+        "1, with what the driver does now.",
+        lambda state: (
+            [((state.run.status.activity,), 1.0)]
+            if state.run.status.activity and not state.ended
+            else ()
+        ),
+        ("activity",),
+    ),
+    Series(
+        "agenticrun_run_restarts",
+        "Restarts of the driver, after failures and after orderly stops.",
+        lambda state: _plain(state.run.status.restarts),
+        counter=True,
+    ),
+    Series(
+        "agenticrun_run_failures_without_progress",
+        "Failures since the run last got further. Above failurePolicy.maxRestarts, the run fails.",
+        lambda state: _plain(state.run.status.failures_without_progress),
+    ),
+    Series(
+        "agenticrun_run_step",
+        "Completed training steps.",
+        lambda state: _plain(state.run.status.step),
+    ),
+    Series(
+        "agenticrun_run_max_steps",
+        "Training steps of the whole run.",
+        lambda state: _plain(state.run.status.max_steps),
+    ),
+    Series(
+        "agenticrun_run_last_step_timestamp_seconds",
+        "Time at which the newest step was done, by the clock of the driver's node.",
+        lambda state: _time(state.run.status.last_step_time),
+    ),
+    Series(
+        "agenticrun_run_start_timestamp_seconds",
+        "Time at which the operator created the objects of the run.",
+        lambda state: _time(state.run.status.start_time),
+    ),
+    Series(
+        "agenticrun_run_completion_timestamp_seconds",
+        "Time at which the run ended.",
+        lambda state: _time(state.run.status.completion_time),
+    ),
+    Series(
+        "agenticrun_run_checkpoint_step",
+        "Step of the newest checkpoint.",
+        lambda state: _plain(
+            state.run.status.checkpoint.step if state.run.status.checkpoint else None
+        ),
+    ),
+    Series(
+        "agenticrun_run_checkpoint_timestamp_seconds",
+        "Time at which the newest checkpoint was complete, by the clock of the driver's node.",
+        lambda state: _time(
+            state.run.status.checkpoint.time if state.run.status.checkpoint else None
+        ),
+    ),
+    Series(
+        "agenticrun_run_pods",
+        "Pods that a role has in the spec.",
+        _roles(lambda run: [((role.name,), float(role.desired)) for role in run.status.roles]),
+        ("role",),
+    ),
+    Series(
+        "agenticrun_run_ready_pods",
+        "Pods of a role that are ready.",
+        _roles(lambda run: [((role.name,), float(role.ready)) for role in run.status.roles]),
+        ("role",),
+    ),
+    Series(
+        "agenticrun_run_gpus",
+        "GPUs that the pods of a role request together.",
+        _roles(lambda run: [((role.name,), float(role.gpus)) for role in run.status.roles]),
+        ("role",),
+    ),
+    Series(
+        "agenticrun_run_reward",
+        "Mean score of the newest step's trajectories.",
+        _of_step("reward"),
+    ),
+    Series(
+        "agenticrun_run_tokens_per_second",
+        "Prompt and response tokens of the newest step per second.",
+        _of_step("tokens_per_second"),
+    ),
+    Series(
+        "agenticrun_run_staleness",
+        "Mean number of policy versions that the newest step's trajectories were behind.",
+        _of_step("staleness"),
+    ),
+    Series(
+        "agenticrun_run_step_seconds",
+        "Median duration of the newest steps, with validation and checkpoints.",
+        _of_step("seconds_per_step"),
+    ),
+    Series(
+        "agenticrun_run_metric",
+        "A metric of the newest step, by its name in docs/metrics.md.",
+        _step_metrics,
+        ("name",),
+    ),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _RunCollector(Collector):
+    states: Sequence[RunState]
+
+    def collect(self) -> Iterator[Metric]:
+        return (series.family(self.states) for series in SERIES)
+
+
+def run_registry(states: Sequence[RunState]) -> CollectorRegistry:
+    """Return a registry with the metrics of these runs."""
+    registry = CollectorRegistry()
+    registry.register(_RunCollector(states))
+    return registry

@@ -1,0 +1,114 @@
+"""Metrics of runs: their values, what stays of a run that has ended, and their names."""
+
+from __future__ import annotations
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agenticrun_api import Outcome
+from agenticrun_operator.metrics import UNREADABLE_RUNS
+from agenticrun_operator.run_metrics import SERIES, STEP_METRICS, run_registry
+from agenticrun_workers.driver.progress import headline_metrics
+from operator_world import NAME, NAMESPACE, Operator, World, training
+
+Labels = dict[str, str]
+
+
+def scraped(operator: Operator) -> dict[str, list[tuple[Labels, float]]]:
+    """Return the samples by name, without the labels of the run."""
+    text = generate_latest(run_registry(operator.reconciler.run_states())).decode()
+    found: dict[str, list[tuple[Labels, float]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert (labels.pop("namespace"), labels.pop("run")) == (NAMESPACE, NAME)
+            found.setdefault(sample.name, []).append((labels, sample.value))
+    return found
+
+
+async def test_a_run_that_trains_has_its_numbers(world: World, operator: Operator) -> None:
+    figures = {"tokens_per_second": 1234.5, "staleness": 0.25, "reward": 0.000123}
+    names = {"rollout/idle/env": 0.5, "no/dashboard/shows": 1.0}
+    await training(operator, 1, metrics=names, **figures)
+    found = scraped(operator)
+    assert found["agenticrun_run_phase"] == [({"phase": "Running"}, 1)]
+    assert found["agenticrun_run_activity"] == [({"activity": "training"}, 1)]
+    assert found["agenticrun_run_step"] == [({}, 1)]
+    for name, value in figures.items():
+        assert found[f"agenticrun_run_{name}"] == [({}, value)], "not rounded as in the status"
+    assert found["agenticrun_run_metric"] == [({"name": "rollout/idle/env"}, 0.5)]
+    assert ({"type": "Training", "status": "True", "reason": "DriverRunning"}, 1) in found[
+        "agenticrun_run_condition"
+    ]
+    assert ({"role": "driver"}, 1) in found["agenticrun_run_ready_pods"]
+    assert found["agenticrun_run_restarts_total"] == [({}, 0)]
+
+
+async def test_the_last_numbers_stay_while_a_driver_starts_again(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, 1, staleness=0.5)
+    world.end_driver(None)
+    await operator.settle(4)
+    found = scraped(operator)
+    assert found["agenticrun_run_staleness"] == [({}, 0.5)]
+    assert found["agenticrun_run_restarts_total"] == [({}, 1)]
+    assert found["agenticrun_run_failures_without_progress"] == [({}, 1)]
+
+
+async def test_a_run_that_has_ended_keeps_what_is_about_its_end(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, 1, staleness=0.5, metrics={"time/step": 1.0})
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(10)
+    found = scraped(operator)
+    assert found["agenticrun_run_phase"] == [({"phase": "Succeeded"}, 1)]
+    assert {labels["type"] for labels, _ in found["agenticrun_run_condition"]} == {
+        "Complete",
+        "Failed",
+    }
+    assert found["agenticrun_run_completion_timestamp_seconds"][0][1] > 1.7e9
+    gone = {"staleness", "metric", "pods", "ready_pods", "gpus", "activity", "step_seconds"}
+    assert not {f"agenticrun_run_{name}" for name in gone} & set(found)
+
+
+async def test_the_series_of_a_deleted_run_go(world: World, operator: Operator) -> None:
+    await training(operator)
+    world.delete_run()
+    await operator.reconcile()
+    assert scraped(operator) == {}
+
+
+async def test_a_run_that_cannot_be_read_is_counted_until_it_can(
+    world: World, operator: Operator
+) -> None:
+    await operator.settle()
+    model = world.run["spec"]["model"]
+    world.change_run(("model", {"nonsense": 1}))
+    await operator.reconcile()
+    (family,) = UNREADABLE_RUNS.collect()
+    assert family.samples[0].value == 1
+    assert scraped(operator) == {}
+    world.change_run(("model", model))
+    await operator.reconcile()
+    (family,) = UNREADABLE_RUNS.collect()
+    assert family.samples[0].value == 0
+
+
+def test_names_follow_the_conventions_of_prometheus() -> None:
+    for series in SERIES:
+        assert series.name.startswith("agenticrun_run_")
+        assert not series.name.endswith(("_total", "_count", "_sum", "_bucket")), series.name
+        assert series.help.endswith(".")
+        assert not {"namespace", "run", "job", "instance"} & set(series.labels)
+
+
+def test_a_snapshot_has_every_metric_that_has_a_series() -> None:
+    """Even when a step has far more metrics than a snapshot may have."""
+    others = {
+        f"{group}/some_{n}": 1.0 for group in ("actor", "env/Lake", "val/Lake") for n in range(40)
+    }
+    others |= {f"rollout/{word}": 1.0 for word in ("aborted_tokens", "discarded", "engine_busy")}
+    kept = headline_metrics(others | dict.fromkeys(STEP_METRICS, 2.0))
+    assert set(STEP_METRICS) <= set(kept)
