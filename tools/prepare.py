@@ -23,6 +23,7 @@ from pathlib import Path
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("AgenticRun needs Python 3.11 or newer: set PYTHON=/path/to/python3.11")
 
+from devcluster import prerequisites
 from devcluster.clusters import HostCluster, choose
 from devcluster.settings import Settings
 from devcluster.shell import NoClusterPossible
@@ -155,7 +156,7 @@ def _stop(tasks: Sequence[Task]) -> None:
 
 
 def commands(settings: Settings, *, engines: bool) -> dict[str, Sequence[str]]:
-    """Return what has to be done on this machine, by name.
+    """Return what has to be done on this machine, by name; install python3-venv if it is missing.
 
     Args:
         engines: what only tests need, too: the environments of SGLang and vLLM, and Prometheus.
@@ -168,6 +169,8 @@ def commands(settings: Settings, *, engines: bool) -> dict[str, Sequence[str]]:
         print(error, flush=True)
         return found
     if isinstance(cluster, HostCluster):
+        if not prerequisites.has_venv():  # both the environment and the programs begin with one
+            prerequisites.install_packages(settings)
         found["programs"] = (*DEVCLUSTER, "build")
     found["images"] = (*NICE, *DEVCLUSTER, "images", "--build-only")
     if engines and obtainable(settings):

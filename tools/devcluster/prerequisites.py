@@ -3,6 +3,8 @@
 import os
 import platform
 import shutil
+import sys
+import sysconfig
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -44,7 +46,15 @@ def missing_packages() -> list[str]:
         missing.append("containernetworking-plugins")
     if not _KEYRING.exists():
         missing.append("debian-archive-keyring")
+    if not has_venv():
+        missing.append("python3-venv")
     return missing
+
+
+def has_venv() -> bool:
+    """Return False if this is Debian's Python without python3-venv: it makes no environments."""
+    ours = sys.base_prefix == "/usr"
+    return not ours or Path(sysconfig.get_path("stdlib"), "ensurepip").is_dir()
 
 
 def host_refusal() -> str | None:

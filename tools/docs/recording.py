@@ -1,11 +1,12 @@
 r"""Record a command on a terminal as an animated picture.
 
     pip install pyte
-    python tools/docs/recording.py docs/images/run.gif \
+    python tools/docs/recording.py --after tok/s docs/images/run.gif \
         agenticrun run -f examples/frozen-lake.yaml --set pipeline.maxSteps=25
 
 The command really runs, on a pseudo terminal of its own. The picture shows what it printed, faster
-than it was printed: `--seconds` is the length of the picture. Needs the font DejaVu Sans Mono
+than it was printed: `--seconds` is the length of the picture. `--after TEXT` shows all that was
+printed before TEXT, such as a warm-up, in the first second. Needs the font DejaVu Sans Mono
 (Debian: fonts-dejavu-core).
 """
 
@@ -33,7 +34,7 @@ COLORS = {
     "default": INK, "black": "#59636e", "red": "#ff7b72", "green": "#7ee787", "brown": "#e3b341",
     "blue": "#79c0ff", "magenta": "#d2a8ff", "cyan": "#76e3ea", "white": INK,
 }  # fmt: skip
-LAST_SECONDS = 4.0
+FIRST_SECONDS, LAST_SECONDS = 1.0, 4.0
 FRAME_SECONDS = 0.25
 
 Outputs = list[tuple[float, bytes]]
@@ -61,14 +62,26 @@ def run(command: list[str]) -> tuple[Outputs, int]:
     return outputs, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def screens(outputs: Outputs, command: list[str], frames: int) -> list[Screen]:
-    """Return the screen at equal intervals, and at the end."""
+def moments(outputs: Outputs, after: str, frames: int) -> list[float]:
+    """Return when to look at the screen: in the first second, up to the text `after`."""
+    end = outputs[-1][0]
+    begin = next((at for at, data in outputs if after and after.encode() in data), 0.0)
+    first = round(FIRST_SECONDS / FRAME_SECONDS) if begin else 0
+    rest = frames - first
+    return [
+        *(begin * n / first for n in range(first)),
+        *(begin + (end - begin) * n / rest for n in range(rest + 1)),
+    ]
+
+
+def screens(outputs: Outputs, command: list[str], times: list[float]) -> list[Screen]:
+    """Return the screen at these times."""
     screen = pyte.Screen(COLUMNS, LINES)
     stream = pyte.ByteStream(screen)
     stream.feed(f"$ {shlex.join(command)}\r\n".encode())
-    found, total, waiting = [], outputs[-1][0], list(outputs)
-    for n in range(frames + 1):
-        while waiting and waiting[0][0] <= total * n / frames:
+    found, waiting = [], list(outputs)
+    for time_of_frame in times:
+        while waiting and waiting[0][0] <= time_of_frame:
             stream.feed(waiting.pop(0)[1])
         found.append([[screen.buffer[y][x] for x in range(COLUMNS)] for y in range(LINES)])
     return found
@@ -91,11 +104,14 @@ def main() -> None:
     """Record the command of the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--after", default="")
     parser.add_argument("picture", type=Path)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     outputs, status = run(options.command)
-    shown = screens(outputs, options.command, round(options.seconds / FRAME_SECONDS))
+    # The first and the last picture stand still for a time of their own.
+    frames = round((options.seconds - LAST_SECONDS) / FRAME_SECONDS) - 1
+    shown = screens(outputs, options.command, moments(outputs, options.after, frames))
     font = ImageFont.truetype(FONT, FONT_SIZE)
     palette = draw(shown[-1], font).quantize(32)
     images = [
@@ -112,7 +128,10 @@ def main() -> None:
     }
     images[0].save(options.picture, save_all=True, **more)
     size = options.picture.stat().st_size / 1024
-    print(f"{options.picture}: {size:.0f} KiB, a run of {outputs[-1][0]:.0f} s, status {status}")
+    print(
+        f"{options.picture}: {size:.0f} KiB, {sum(times) / 1000:.0f} s of a run"
+        f" of {outputs[-1][0]:.0f} s, status {status}"
+    )
 
 
 if __name__ == "__main__":

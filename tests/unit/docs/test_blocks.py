@@ -85,6 +85,34 @@ def values_problem(values: dict[str, Any]) -> str:
     return next((e.message for e in errors if e.validator != "required"), "")
 
 
+def differs(shown: Any, whole: Any, path: str = "") -> str:
+    """Return the path of the first value of an excerpt that the whole does not have."""
+    if isinstance(shown, dict) and isinstance(whole, dict):
+        found = (differs(shown[key], whole.get(key), f"{path}.{key}") for key in shown)
+    elif isinstance(shown, list) and isinstance(whole, list) and len(shown) == len(whole):
+        pairs = enumerate(zip(shown, whole, strict=True))
+        found = (differs(*pair, f"{path}[{n}]") for n, pair in pairs)
+    else:
+        return "" if shown == whole else path
+    return next(filter(None, found), "")
+
+
+@each_page
+def test_an_excerpt_has_values_of_its_file(page: Path) -> None:
+    for text in blocks(page, "yaml"):
+        if match := re.match(r"# excerpt of (\S+)", text):
+            assert (
+                differs(yaml.safe_load(text), yaml.safe_load((ROOT / match[1]).read_text())) == ""
+            )
+
+
+def test_an_excerpt_that_differs_is_noticed() -> None:
+    whole = {"a": [{"b": 1, "c": 2}]}
+    assert differs({"a": [{"b": 1}]}, whole) == ""
+    assert differs({"a": [{"b": 2}]}, whole) == ".a[0].b"
+    assert differs({"a": []}, whole) == ".a"
+
+
 @each_page
 def test_yaml_is_a_run_a_part_of_one_or_values_of_the_chart(page: Path) -> None:
     wrong = []

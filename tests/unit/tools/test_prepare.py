@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from devcluster import prerequisites
 from devcluster.clusters import ContextCluster, HostCluster
 from devcluster.settings import Settings
 from devcluster.shell import NoClusterPossible
@@ -131,3 +132,23 @@ def test_what_is_done_depends_on_the_cluster_of_the_machine(
     only = prepare.commands(settings, engines=True)
     assert list(only) == ["environment"]
     assert only["environment"][-2:] == ("setup", "engines")
+
+
+def test_debians_python_without_venv_gets_it_before_anything_needs_it(
+    prepare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(tmp_path, tmp_path / "cache", tmp_path / "state")
+    installed: list[list[str]] = []
+
+    def install(settings: Settings) -> None:
+        installed.append(prerequisites.missing_packages())
+
+    monkeypatch.setattr(prerequisites, "install_packages", install)
+    monkeypatch.setattr(prepare, "choose", lambda settings: HostCluster(settings))
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    prepare.commands(settings, engines=False)
+    assert "python3-venv" in installed[0]
+    (tmp_path / "ensurepip").mkdir()
+    prepare.commands(settings, engines=False)
+    assert len(installed) == 1
