@@ -77,6 +77,12 @@ def test_the_examples_become_valid_runs_that_yaml_keeps(example: Path) -> None:
     assert run == parse_run(conversion.document)
 
 
+def test_texts_that_kubectl_would_take_for_something_else_are_quoted() -> None:
+    assert as_yaml({"words": ["y", "N", "1e3", "0o7", "yes", "a"]}) == (
+        "words: ['y', 'N', '1e3', '0o7', 'yes', a]\n"
+    )
+
+
 def test_the_base_asks_for_nothing_that_we_cannot_do() -> None:
     assert cannot(converted()) == []
     parse_run(converted().document)

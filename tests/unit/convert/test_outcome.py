@@ -457,6 +457,7 @@ def test_the_first_step_runs_on_this_machine(tmp_path: Path) -> None:
     run = parse_run(yaml.safe_load(out.read_text()))
     assert run.spec.model.initialize is not None
     assert run.spec.pipeline.actor_train.lora is not None
+    assert run.spec.roles.trainer.cpus == "200m"  # all four pods fit on a node with two CPUs
     assert run.spec.pipeline.record is None  # it would write into the working folder
     assert (run.spec.pipeline.max_steps, run.spec.pipeline.rollout_batch_size) == (1, 8)
     trained = CliRunner().invoke(

@@ -273,9 +273,14 @@ class _Dumper(yaml.SafeDumper):
     """YAML style: lists of scalars in brackets, multi-line texts as blocks."""
 
 
+# kubectl's parser takes these for truth values and numbers, PyYAML for texts.
+_KUBECTL_READS_OTHERWISE = re.compile(r"[yYnN]|[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+|0o[0-7]+")
+
+
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    quoted = "'" if _KUBECTL_READS_OTHERWISE.fullmatch(text) else None
     return dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else quoted
     )
 
 

@@ -1,4 +1,4 @@
-"""A converted run, made small enough for its first step on a laptop."""
+"""A converted run, made small enough for its first step on a laptop or a small cluster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 
 ANSWER_TOKENS = 8
 TURNS = 2
+CPUS = "200m"
+"""CPU request of each pod: the first step fits on a node with two CPUs, beside other pods."""
 SIZES = {"hiddenSize": 32, "layers": 1, "heads": 2, "intermediateSize": 64}
 WORDS = [chr(code) for code in range(32, 127)]
 """Every ASCII character, so that the tiny model reads any data set."""
 
 
 def tiny(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the run with a tiny model, one step, and few short episodes on this machine.
+    """Return the run with a tiny model, one step, small pods and few short episodes.
 
     Algorithm, environments, templates and batch rules stay as they are.
     """
@@ -21,7 +23,10 @@ def tiny(document: dict[str, Any]) -> dict[str, Any]:
     document["metadata"]["name"] = f"tiny-{document['metadata']['name']}"[:45].rstrip("-")
     spec = document["spec"]
     spec["model"] = {"initialize": {**SIZES, "words": WORDS}}
-    spec["roles"], spec["checkpoint"] = {}, {"none": True}
+    spec["roles"] = {
+        role: {"cpus": CPUS, "memory": "3Gi"} for role in ("driver", "trainer", "inference", "env")
+    }
+    spec["checkpoint"] = {"none": True}
     spec["tracking"] = {"tensorboard": False, "console": False}
     spec.pop("placement", None)
     pipeline = spec["pipeline"]
