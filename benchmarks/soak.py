@@ -166,7 +166,7 @@ class Soak:
         return time.monotonic() - self._began
 
     async def sample(self) -> None:
-        """Take samples for ever."""
+        """Take samples forever."""
         while True:
             await self._sample()
             await asyncio.sleep(SAMPLE_SECONDS)
@@ -187,7 +187,7 @@ class Soak:
         self.series["processes"].append((now, float(processes)))
 
     async def strike(self) -> None:
-        """Kill and stop env workers and engines for ever; each time wait for the replacement."""
+        """Kill and stop env workers and engines forever; each time wait for the replacement."""
         while True:
             await asyncio.sleep(self._rng.expovariate(1 / FAULT_SECONDS))
             name = self._rng.choice(STRUCK)

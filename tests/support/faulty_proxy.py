@@ -31,7 +31,7 @@ class Fault(Enum):
     FROZEN = "all connections freeze, and go on afterwards"
     FROZEN_NEW = "all connections are reset, new ones are accepted, and nothing comes"
     FROZEN_WATCHES = "watches freeze, other requests are answered"
-    DEAD = "all connections so far freeze for ever, new ones work"
+    DEAD = "all connections so far freeze forever, new ones work"
     RESET = "all connections are reset, and most new requests"
     GONE = "410 for watches, the first one in the middle of the stream"
     CONFLICTS = "409 for most writes"

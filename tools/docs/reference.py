@@ -93,6 +93,8 @@ def _section(path: str, node: Schema) -> str:
     lines = [f"## `{path}`", ""]
     if description := node.get("description"):
         lines += [description, ""]
+    if path.endswith(".podTemplate.spec"):
+        lines += ["Only fields with rules are listed; every field of a pod is accepted.", ""]
     required = set(node.get("required", ()))
     lines += ["| field | type | default | constraints | meaning |", "|---|---|---|---|---|"]
     for name, child in node["properties"].items():

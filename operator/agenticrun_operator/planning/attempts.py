@@ -604,7 +604,7 @@ def _count(draft: Draft, *, failure: bool) -> None:
     """Count a restart, as a failure or not. Failures count from the newest progress on.
 
     Steps that a resumed attempt repeats are no progress: else a run that always fails at one step
-    would restart for ever.
+    would restart forever.
     """
     status = draft.status
     reached, before = status.step or 0, status.restarted_at_step

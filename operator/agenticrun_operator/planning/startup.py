@@ -1,7 +1,7 @@
 """The startup deadline: a run whose pods are not ready in time gives them back or fails.
 
 Kubernetes places pods one by one. So two runs can each hold a part of the GPUs that both need, and
-wait for the rest for ever. At the deadline a run deletes its RayCluster and queues: it tries again
+wait for the rest forever. At the deadline a run deletes its RayCluster and queues: it tries again
 after a wait that doubles each time. The wait differs between runs (jitter by the run's uid), so
 that one of them finds all GPUs free.
 """

@@ -33,7 +33,7 @@ def completion(text: str) -> web.Response:
 
 
 class Endpoint:
-    """Answers as `replies` says, the last one for ever."""
+    """Answers as `replies` says, the last one forever."""
 
     def __init__(self) -> None:
         self.replies: list[Reply] = []

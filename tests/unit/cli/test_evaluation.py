@@ -161,7 +161,7 @@ def test_without_a_validation_set_or_weights_there_is_nothing_to_play() -> None:
 async def test_an_evaluation_whose_engines_cannot_be_kept_alive_ends_with_the_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its episodes would wait for an engine for ever."""
+    """Its episodes would wait for an engine forever."""
 
     class Waiting:
         async def run(self, task: EpisodeTask) -> EpisodeResult:

@@ -124,7 +124,7 @@ def test_a_config_map_has_the_modules_that_the_run_needs_and_nothing_else(folder
     for line in (
         "own_env.py (spec.pipeline.envs[0].type)",
         "words.py (own_env.py:3)",
-        "A: no check of check-env failed",
+        "A: check-env passed",
         "    code: {configMap: own-code}",
         "  kubectl apply --server-side -f own-code.yaml",
     ):

@@ -25,7 +25,7 @@ from agenticrun_api import parse_run
 from agenticrun_workers.cli import app
 from pages import PAGES, ROOT, blocks, commands
 
-KUBECTL = "apply annotate agenticrun create delete describe exec get label logs patch scale wait"
+KUBECTL = "apply annotate agenticrun create delete describe exec get label logs patch scale top wait"
 HELM = "get install upgrade uninstall rollback history template pull repo show"
 TYPER = typer.main.get_command(app)
 

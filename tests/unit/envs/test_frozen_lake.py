@@ -184,7 +184,7 @@ def test_large_boards_are_integers_too(size: int, share: float, seed: int) -> No
 def test_a_configuration_without_levels_is_refused_and_does_not_hang(
     config: dict[str, Any],
 ) -> None:
-    """gymnasium would look for ever."""
+    """gymnasium would look forever."""
     with pytest.raises(
         NoLevel,
         match="in 10000 random ones: choose another size, frozenProbability or holdoutShare",

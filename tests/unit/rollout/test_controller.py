@@ -335,7 +335,7 @@ async def test_an_error_of_the_backend_leaves_no_episode_running() -> None:
 
 
 async def test_an_episode_that_nobody_needed_to_stop_and_yet_was_aborted_uses_up_a_reroll() -> None:
-    """Else an engine that aborts everything would keep a run busy for ever."""
+    """Else an engine that aborts everything would keep a run busy forever."""
     backend = Scripted([(GOOD, 0)], [(StopReason.ABORTED, 0)] * 3)
     finished = await GroupRun(0, GroupPlan(("A",), 2, max_rerolls=2)).play(
         backend, VersionBounds, no_drop

@@ -198,7 +198,7 @@ def test_files_that_do_not_hold_the_base_as_the_trainer_has_it_are_refused(
 def test_a_folder_without_safetensors_files_is_refused_after_all_parameters_were_gathered(
     tmp_path: Path,
 ) -> None:
-    """The other ranks take part in the gathering, and would wait for ever."""
+    """The other ranks take part in the gathering, and would wait forever."""
     model = trained(written(tmp_path))
     gathered: list[str] = []
 

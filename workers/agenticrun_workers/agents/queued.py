@@ -230,7 +230,7 @@ class QueuedEpisode:
     def _check_patience(self) -> None:
         """Raise `EnvFault` if the agent is idle for longer than the step timeout.
 
-        An agent that neither asks nor returns would block its episode for ever.
+        An agent that neither asks nor returns would block its episode forever.
         """
         limit = self._limits.step_timeout
         waited = time.monotonic() - max(self._active, self._env.active)

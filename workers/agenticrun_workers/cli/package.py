@@ -397,7 +397,7 @@ def check_copy(
                 continue
             options = ("--tag", env.tag, "--seeds", str(seeds), "--timeout", str(timeout))
             call("-m", "agenticrun_workers.cli", "check-env", "-f", str(copied_run), *options)
-            yield f"{env.tag}: no check of check-env failed"
+            yield f"{env.tag}: check-env passed"
 
 
 BUILDER = """

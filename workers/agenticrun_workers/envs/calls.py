@@ -267,7 +267,7 @@ class EnvCalls:
             if hanging() >= MAX_HANGING:
                 raise EnvFault(
                     StopReason.TIMEOUT,
-                    f"{MAX_HANGING} earlier calls hang for ever: set isolated: true",
+                    f"{MAX_HANGING} earlier calls hang forever: set isolated: true",
                 )
             return await self._in_time(call, calling, threaded=True)
 

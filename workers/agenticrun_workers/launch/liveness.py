@@ -1,7 +1,7 @@
 """When a process counts as frozen, and what happens then.
 
 A process that is stopped, deadlocked or out of reach fails no call: whoever awaits it would wait
-for ever. A time limit on each call would end long work that is healthy: one token per second is
+forever. A time limit on each call would end long work that is healthy: one token per second is
 slow, not dead. So the rule is:
 
 - **Polls alone have a deadline.** The owner of an actor polls it: `ActorHandle.poll` calls a method

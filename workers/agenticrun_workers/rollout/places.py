@@ -2,7 +2,7 @@
 
 At most `maxEnvsPerWorker` run at once. While the pod's memory is nearly full, episodes that run go
 on, and none begins beside them: a worker that waits is slow, one that the kernel kills loses its
-episodes. One episode may always run, so nothing waits for ever.
+episodes. One episode may always run, so nothing waits forever.
 """
 
 from __future__ import annotations

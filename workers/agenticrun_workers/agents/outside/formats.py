@@ -15,7 +15,7 @@ from agenticrun_workers.agents.outside.messages import refused
 
 SPACE = " \t\n\r"
 MAX_SPACES = 40
-"""Most spaces and line breaks between two parts of a value: a weak policy would go on for ever."""
+"""Most spaces and line breaks between two parts of a value: a weak policy would go on forever."""
 HEX = "0123456789abcdefABCDEF"
 MAX_DEPTH = 48
 """Limit of nested values in an answer, and of references that lead to references."""
