@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,12 @@ SHELLS = ("console", "bash", "sh", "")
 
 def blocks(page: Path, *languages: str) -> list[str]:
     return [text for _, language, text in FENCED.findall(page.read_text()) if language in languages]
+
+
+def indented_yaml(page: Path) -> list[str]:
+    """YAML without a fence: indented blocks that begin with a key."""
+    found = [textwrap.dedent(part) for part in INDENTED.findall(FENCED.sub("", page.read_text()))]
+    return [text for text in found if re.match(r"\s*[a-zA-Z]+:(\s|$)", text)]
 
 
 def commands(text: str) -> Iterator[list[str]]:

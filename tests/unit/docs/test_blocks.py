@@ -23,9 +23,11 @@ import yaml
 
 from agenticrun_api import parse_run
 from agenticrun_workers.cli import app
-from pages import PAGES, ROOT, blocks, commands
+from pages import PAGES, ROOT, blocks, commands, indented_yaml
 
-KUBECTL = "apply annotate agenticrun create delete describe exec get label logs patch scale top wait"
+KUBECTL = (
+    "apply annotate agenticrun create delete describe exec get label logs patch scale top wait"
+)
 HELM = "get install upgrade uninstall rollback history template pull repo show"
 TYPER = typer.main.get_command(app)
 
@@ -116,7 +118,7 @@ def test_an_excerpt_that_differs_is_noticed() -> None:
 @each_page
 def test_yaml_is_a_run_a_part_of_one_or_values_of_the_chart(page: Path) -> None:
     wrong = []
-    for text in blocks(page, "yaml", "yml"):
+    for text in [*blocks(page, "yaml", "yml"), *indented_yaml(page)]:
         if text.startswith("# values.yaml"):
             wrong += [(text, m) for m in [values_problem(yaml.safe_load(text))] if m]
             continue
