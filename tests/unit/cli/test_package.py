@@ -90,6 +90,12 @@ def package(folder: Path, *arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the check of the copy, which starts three programs, where it is not the subject."""
+    monkeypatch.setattr("agenticrun_workers.cli.package.check_copy", lambda *_: iter(()))
+
+
 def found(folder: Path, **changes: Any) -> dict[str, str]:
     """Files of the run in `folder`, with another pipeline, and who needs them."""
     run = yaml.safe_load(RUN)
@@ -131,6 +137,7 @@ def test_a_config_map_has_the_modules_that_the_run_needs_and_nothing_else(folder
         assert line in output
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_run_that_names_a_config_map_gets_that_one_in_its_namespace(folder: Path) -> None:
     named = RUN.replace("{name: own}", "{name: own, namespace: lab}")
     (folder / "run.yaml").write_text(named + "  code: {configMap: mine}\n")
@@ -377,6 +384,7 @@ def test_a_run_without_own_code_is_refused(folder: Path) -> None:
     assert (code, "names no module and no data file" in output) == (64, True)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_packages_that_the_worker_image_lacks_are_warned_of(folder: Path) -> None:
     (folder / "words.py").write_text(
         "import yaml, pytest\nWORDS = ['a', 'b']\ndef f():\n    import absent_package"
@@ -395,6 +403,7 @@ def test_packages_that_the_worker_image_lacks_are_warned_of(folder: Path) -> Non
     assert "imports pytest" not in package(folder, *changes)[1]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_config_map_has_the_requirements_and_the_run_installs_them(folder: Path) -> None:
     (folder / "requirements.txt").write_text("emoji==2.15.0\n")
     code, output = package(folder)
@@ -407,6 +416,7 @@ def test_a_config_map_has_the_requirements_and_the_run_installs_them(folder: Pat
     assert "\nnow run\n  kubectl apply" in package(folder)[1]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_run_with_code_of_another_kind_is_told_to_replace_it(folder: Path) -> None:
     git = ("--set", "code.git.url=https://host.example/mine")
     code, output = package(folder, *git)
