@@ -2,8 +2,12 @@
 
 import json
 import random
+import string
 
 from agenticrun_workers.envs import StepResult
+
+CALL = ('<tool_call>\n{"name": "add", "arguments": {"a": ', ', "b": ', "}}\n</tool_call>")
+ANSWER = ('{"total": ', "}")
 
 
 class Sums:
@@ -12,9 +16,12 @@ class Sums:
     blocking = False  # steps take microseconds, so they need no thread
     instruction = "Add the numbers with the tool. Then give the total."
 
+    def __init__(self, below: int = 1000):
+        self.below = below
+
     def reset(self, seed: int, split: str) -> str:
         draws = random.Random(seed)
-        a, b = draws.randrange(1000), draws.randrange(1000)
+        a, b = draws.randrange(self.below), draws.randrange(self.below)
         self.total = a + b
         return f"{a} + {b}"
 
@@ -25,7 +32,14 @@ class Sums:
         return StepResult("over", reward=right, terminated=True, metrics=metrics)
 
     def valid_actions(self) -> list[str]:
-        return [json.dumps({"total": total}) for total in range(1999)]
+        return [json.dumps({"total": total}) for total in range(2 * self.below - 1)]
+
+    def vocabulary(self) -> list[str]:
+        """Return all pieces of text, for the word-level tokenizer of a model made from scratch.
+
+        Frameworks write texts of their own, so all characters are among them.
+        """
+        return [*CALL, *ANSWER, *string.printable]
 
 
 def total_of(answer: str) -> int | None:

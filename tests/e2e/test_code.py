@@ -1,7 +1,8 @@
 """Code from a ConfigMap of `agenticrun package` and from a Git repository, with packages; and code
 that does not arrive.
 
-A pod serves the repository, which asks for a password, and the package index.
+A pod serves the repository, which asks for a password, and the package index. It also has the
+agent of the run from Git, as docs/outside-agents.md prints it ("Agents in other pods").
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from agenticrun_api import Role
 from git_server import USER, call_git, commit
 from installation import RUNS, Images
 from lake import Pods, small_lake
+from pages import ROOT, blocks
 from testcluster import Cluster
 from waiting import eventually
 from watching import Watch
@@ -47,9 +49,14 @@ class OwnLake(FrozenLake):
     def __init__(self):
         super().__init__(size=SIZE)
 """
+CALLER, SERVICE = (
+    next(block for block in blocks(ROOT / "docs/outside-agents.md", "python") if name in block)
+    for name in ("# caller.py", "# service.py")
+)
 FILES = {
     "own_lake.py": OWN_LAKE,
     "sizes.py": "SIZE = 4\n",
+    "caller.py": CALLER.replace("my-agents.default.svc", f"{SITE}.{RUNS}.svc:8002"),
     "requirements.txt": f"{PACKAGE}==99.1\n",
 }
 
@@ -63,6 +70,7 @@ def tagged(runs: Cluster, images: Images, tmp_path: Path) -> Iterator[str]:
     call_git(repository, "bundle", "create", "--quiet", str(bundle), "--all")
     package = wheel(tmp_path / "index", PACKAGE, "99.1")
     files = {"bundle": bundle.read_bytes(), package.name: package.read_bytes()}
+    files["service.py"] = SERVICE.replace("8000", "8002").encode()
     files["git_server.py"] = (SUPPORT / "git_server.py").read_bytes()
     config: dict[str, Any] = {
         "apiVersion": "v1",
@@ -73,7 +81,7 @@ def tagged(runs: Cluster, images: Images, tmp_path: Path) -> Iterator[str]:
     program = (
         f"mkdir -p index/{PACKAGE} && cp /site/*.whl index/{PACKAGE}/ && "
         "git clone -q --mirror /site/bundle repositories/mine && "
-        "(python -m http.server 8001 --directory index &) && "
+        "(python -m http.server 8001 --directory index &) && (python /site/service.py &) && "
         f"exec python /site/git_server.py repositories 8000 {PASSWORD}"
     )
     container = {
@@ -94,7 +102,7 @@ def tagged(runs: Cluster, images: Images, tmp_path: Path) -> Iterator[str]:
             "volumes": [{"name": "site", "configMap": {"name": SITE}}],
         },
     }
-    ports = [{"name": f"port-{port}", "port": port} for port in (8000, 8001)]
+    ports = [{"name": f"port-{port}", "port": port} for port in (8000, 8001, 8002)]
     service: dict[str, Any] = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -166,6 +174,10 @@ def test_own_code_trains_from_a_config_map_and_from_git(
     git = {"url": GIT_URL, "ref": "v1", "path": "envs", "secretName": "right"}
     pip = {"requirementsFile": "requirements.txt", "indexUrl": INDEX_URL}
     from_git = own_lake("from-git", {"git": git, "pip": pip})
+    from_git["spec"]["pipeline"]["envs"][0]["agent"] = {
+        "type": "outside",
+        "config": {"run": "caller:play", "reachableFrom": "network"},
+    }
 
     def with_code() -> dict[str, Any] | None:
         """Return the env pod once Git's container has ended. A run of one step may be over soon."""
@@ -187,6 +199,7 @@ def test_own_code_trains_from_a_config_map_and_from_git(
 
 
 GIT = {"url": GIT_URL, "ref": "v1", "path": "envs", "secretName": "right"}
+CODE_IN_IMAGE = "/opt/agenticrun/src/agenticrun_workers/cli"
 BROKEN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "bad-ref": (
         {"git": GIT | {"ref": "nope"}},
@@ -207,6 +220,13 @@ BROKEN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no-package": (
         {"pip": {"requirements": ["no-such-game==3"], "indexUrl": INDEX_URL}},
         ("cannot install spec.code.pip", "no-such-game was not found in the package registry"),
+    ),
+    "image-without-package": (  # the file of the image is read, so the image's code has arrived
+        {
+            "image": {"reference": "IMAGE", "path": f"{CODE_IN_IMAGE}/env-template"},
+            "pip": {"requirementsFile": "agenticrun.yaml"},
+        },
+        ("cannot install spec.code.pip", "parse requirement in `agenticrun.yaml`"),
     ),
     "no-folder": (
         {"image": {"reference": "IMAGE", "path": "/no-such-folder"}},

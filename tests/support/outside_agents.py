@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
+from transformers import PreTrainedModel
 
 from agenticrun_workers.agents import AgentLimits, ChatFormat, Episode, OutsideAgent
 from agenticrun_workers.agents.outside.messages import HERMES
 from agenticrun_workers.agents.outside.session import Policy, Session
 from agenticrun_workers.envs import Env
+from agenticrun_workers.inference import InferenceEngine
+from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.plugins import compile_pattern
 from agenticrun_workers.types import (
     EpisodeKey,
     FinishReason,
     Generation,
     GenerationRequest,
+    StopReason,
     Stream,
     Trajectory,
 )
 from byte_level import byte_level_tokenizer
+from tiny_model import CONTEXT, plain_logprobs
 
 CHATML_WITH_TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\nTools:' }}"
@@ -175,3 +182,66 @@ def check_token_for_token(
             len(turn.response_T) for turn in trajectory.turns
         )
     assert not unseen
+
+
+FORMAT_WORDS = (
+    *("<tool_call>", "</tool_call>", "name", "arguments", "add", "sum"),
+    *'\n{}":, ()?0123456789',
+)
+"""As many words as those of `tiny_model`, so that its engine can serve this vocabulary."""
+SUM: dict[str, Any] = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer"}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+
+
+async def ask_for_formats(base_url: str, task: Any) -> float:
+    """Ask for a JSON schema and for a call of a tool, check both, and go on after the call."""
+    add: Any = {
+        "type": "function",
+        "function": {"name": "add", "parameters": SUM, "strict": True},
+    }
+    schema: Any = {"name": "sum", "schema": SUM, "strict": True}
+    response_format = {"type": "json_schema", "json_schema": schema}
+    said = await say(base_url, [user("?")], response_format=response_format, n=2, logprobs=True)
+    assert len(said.choices) == 2
+    for choice in said.choices:
+        if choice.finish_reason == "stop":
+            assert [*json.loads(choice.message.content)] == ["sum"]
+        assert choice.logprobs.content
+    called = await say(base_url, [user("?")], tools=[add], tool_choice="required")
+    (call,) = called.choices[0].message.tool_calls
+    assert isinstance(json.loads(call.function.arguments)["sum"], int)
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "5"}
+    await say(base_url, [user("?"), called.choices[0].message, result], tools=[add])
+    return 1.0
+
+
+async def formats_on(engine: InferenceEngine, temperature: float = 0.8) -> list[Trajectory]:
+    """Return what an engine's answers to `ask_for_formats` become."""
+    limits = AgentLimits(
+        max_turns=8, max_tokens_per_step=48, sequence_length=CONTEXT, temperature=temperature
+    )
+    agent = OutsideAgent(
+        tokenizer=build_task_tokenizer(FORMAT_WORDS, CONTEXT),
+        limits=limits,
+        run="outside_agents:ask_for_formats",
+    )
+    return await agent.collect_trajectory(EPISODE, cast(Env, Question()), engine.generate)
+
+
+def check_log_probs(
+    model: PreTrainedModel, trajectories: Iterable[Trajectory], temperature: float
+) -> None:
+    """Compare each log-prob with one plain forward pass over the trajectory."""
+    for trajectory in trajectories:
+        assert (trajectory.stop_reason, trajectory.error) == (StopReason.COMPLETED, "")
+        before: list[int] = []
+        for turn in trajectory.turns:
+            before += turn.prompt_T.tolist()
+            prompt_T = trajectory.tokens_T[: len(before)]
+            expected_T = plain_logprobs(model, prompt_T, turn.response_T, temperature)
+            assert turn.logprobs_T == pytest.approx(expected_T, abs=1e-4)
+            before += turn.response_T.tolist()

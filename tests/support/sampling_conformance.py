@@ -10,6 +10,7 @@ import torch
 from agenticrun_workers.inference import InferenceEngine
 from agenticrun_workers.types import FinishReason
 from engine_checks import Models, SamplingOptions, ask, prompt, same_logprobs
+from outside_agents import check_log_probs, formats_on
 from tiny_model import CONTEXT, VOCABULARY, greedy_tokens
 
 
@@ -144,6 +145,14 @@ class SamplingConformance:
         generation = await engine.generate(ask(prompt(5), 400, 2.0, seed=1))
         assert models.plain_a.config.eos_token_id in generation.tokens_T[:-1]
         assert generation.finish is FinishReason.LENGTH
+
+    async def test_answers_with_a_format_have_it_and_keep_their_log_probs(
+        self, engine: InferenceEngine, models: Models
+    ) -> None:
+        """The weights know no format, so most draws are drafts."""
+        trajectories = await formats_on(engine, 0.8)
+        assert any(not turn.valid for trajectory in trajectories for turn in trajectory.turns)
+        check_log_probs(models.plain_a, trajectories, 0.8)
 
     async def test_a_response_may_fill_the_context_to_its_last_token(
         self, engine: InferenceEngine, models: Models

@@ -4,6 +4,7 @@ import pytest
 
 pytest.register_assert_rewrite(
     "engine_checks",
+    "outside_agents",
     "sampling_conformance",
     "request_conformance",
     "update_conformance",

@@ -1,16 +1,21 @@
-"""Examples of environments: random valid answers fit the limits of the YAML.
+"""Examples start as they stand.
 
-Otherwise every episode of a run could overflow.
+Random valid answers fit the limits of the YAML, or every episode could overflow. Examples with
+packages of their own name each of them, and the commands to type.
 """
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from agenticrun_api import load_run
+from agenticrun_workers.cli.local_code import find_local_code
+from agenticrun_workers.cli.package import required_names
 from agenticrun_workers.envs import HasVocabulary, StepResult, make_env
 from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 from agenticrun_workers.types import Stream
@@ -47,3 +52,37 @@ def test_answers_and_episodes_fit(name: str) -> None:
                 if result.terminated:
                     break
                 observation = result.observation
+
+
+WITH_PACKAGES = sorted(
+    file
+    for requirements in EXAMPLES.glob("*/requirements.txt")
+    for file in requirements.parent.glob("*.yaml")
+)
+
+
+@pytest.mark.parametrize("file", WITH_PACKAGES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_an_example_with_packages_names_them_and_the_commands_to_type(file: Path) -> None:
+    run = load_run(file)
+    name, folder = run.metadata.name, f"examples/{file.parent.name}"
+    assert run.spec.code is not None
+    assert run.spec.code.config_map == name
+    assert run.spec.code.pip is not None
+    assert run.spec.code.pip.requirements_file == "requirements.txt"
+    lines = (file.parent / "requirements.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines)
+    for package, pin in pins.items():
+        try:
+            assert version(package) == pin
+        except PackageNotFoundError:  # tests/integration/rollout installs and imports it
+            assert re.fullmatch(r"[\d.]+", pin)
+    code = find_local_code(run, file.parent, required_names("\n".join(lines)))
+    assert code.not_in_image == {}
+    assert re.findall(r"^#  +((?:pip|agenticrun|kubectl) .*)$", file.read_text(), re.MULTILINE) == [
+        f"pip install -r {folder}/requirements.txt",
+        f"agenticrun run -f {folder}/{file.name}",
+        f"agenticrun package -f {folder}/{file.name}",
+        f"kubectl apply --server-side -f {name}-code.yaml",
+        f"kubectl apply -f {folder}/{file.name}",
+        f"agenticrun watch {name}",
+    ]

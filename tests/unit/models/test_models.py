@@ -99,6 +99,26 @@ def test_text_with_an_unknown_piece_is_an_error_and_never_an_unknown_token(text:
         build_task_tokenizer(WORDS, 100).encode(text)
 
 
+def test_tools_calls_and_results_are_written_in_few_words() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}}
+    add: dict[str, Any] = {"name": "add", "parameters": parameters}
+    now: dict[str, Any] = {"name": "now"}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "1 + 2"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ]
+    tools = [{"type": "function", "function": each} for each in (add, now)]
+    assert build_task_tokenizer(["a"], 100).apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    ) == (
+        "<|system|>add(a, b)\nnow()\n<|end|><|user|>1 + 2<|end|>"
+        '<|assistant|><tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+        "<|end|><|user|>3<|end|><|assistant|>"
+    )
+
+
 def test_every_text_of_frozen_lake_is_covered_by_its_vocabulary() -> None:
     env = FrozenLake(size=5)
     tokenizer = build_task_tokenizer([*env.vocabulary(), *words_of(env.instruction)], 100)

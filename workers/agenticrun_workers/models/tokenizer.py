@@ -25,12 +25,22 @@ END_OF_TURN = "<|end|>"
 ROLES = ("system", "user", "assistant")
 
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|system|>' }}{% for tool in tools %}"
+    "{{ tool.function.name + '(' }}"
+    "{{ ((tool.function.parameters or {}).properties or {}) | join(', ') + ')\n' }}"
+    "{% endfor %}{{ '<|end|>' }}{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
-    "{% endfor %}"
+    "{{ '<|' + ('user' if message.role == 'tool' else message.role) + '|>' + message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    """{{ '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}"""
+    "{{ call.function.arguments | tojson + '}\n</tool_call>' }}"
+    "{% endfor %}{{ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""ChatML with one token per role, without line breaks: `<|user|>...<|end|><|assistant|>...`."""
+"""ChatML with one token per role, without line breaks: `<|user|>...<|end|><|assistant|>...`.
+
+A tool is shown as `add(a, b)`, because every text needs words in the vocabulary.
+"""
 
 
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
