@@ -7,13 +7,14 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Protocol, TypedDict, Unpack
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from agenticrun_workers.inference import InferenceEngine
+from agenticrun_workers.inference.engine import ReportsProgress
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import Generation, GenerationRequest, IntArray, SamplingParams
 from tiny_model import VOCABULARY, plain_logprobs, tiny_model, weight_parts
@@ -95,6 +96,22 @@ def same_logprobs(
     difference_T = np.abs(generation.logprobs_T - expected_T)
     assert difference_T.max() < EXACT
     assert difference_T.mean() < MEAN
+
+
+class ObservedEngine(InferenceEngine, ReportsProgress, Protocol):
+    """An engine that shows what it has sampled, as all of ours do."""
+
+
+async def observed(engine: ObservedEngine, request: GenerationRequest) -> tuple[Generation, ...]:
+    """A response, and the parts of it that the engine showed before it ended."""
+    response = asyncio.create_task(engine.generate(request))
+    parts, shown = [], 0
+    while not response.done():
+        if (part := engine.progress(request.request_id, shown)) is not None:
+            parts.append(part)
+            shown += len(part.tokens_T)
+        await asyncio.sleep(0.001)
+    return await response, *parts
 
 
 async def half_done(

@@ -17,22 +17,42 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from agenticrun_workers.inference import EngineError, InferenceEngine, server_process
+from agenticrun_workers.inference import (
+    EngineError,
+    InferenceEngine,
+    request_port,
+    server_process,
+)
+from agenticrun_workers.inference.actor import EngineActor
+from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.inference.engine import SupportsBroadcast
 from agenticrun_workers.inference.server_process import ServerProcess, listeners
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
-from agenticrun_workers.launch import liveness
+from agenticrun_workers.launch import Node, liveness
+from agenticrun_workers.launch.launcher import shared_node
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import FinishReason
 from agenticrun_workers.weights.collective import WeightGroup
-from engine_checks import Models, SamplingOptions, ask, files, prompt, same_logprobs
+from engine_checks import (
+    EXACT,
+    Models,
+    ObservedEngine,
+    SamplingOptions,
+    ask,
+    files,
+    prompt,
+    same_logprobs,
+)
 from processes import family, lives
+from rollout_fakes import Remote
 from tiny_model import CONTEXT
 from update_conformance import UpdateConformance
+from waiting import eventually_in_loop
 
 __all__ = [
     "EngineConformance",
@@ -52,7 +72,7 @@ class EngineConformance(UpdateConformance):
     """
 
 
-class ServerEngine(InferenceEngine, SupportsBroadcast, Protocol):
+class ServerEngine(ObservedEngine, SupportsBroadcast, Protocol):
     _process: ServerProcess | None
 
 
@@ -65,6 +85,14 @@ async def meet(engine: SupportsBroadcast) -> WeightGroup:
     )
     trainer, _ = await asyncio.gather(joining, engine.join_broadcast("127.0.0.1", port, 1, world))
     return trainer
+
+
+def actor_of(engine: ServerEngine) -> EngineActor:
+    """The actor of an engine that has started."""
+    shared_node.set(Node("here", "127.0.0.1"))
+    actor = EngineActor("engine")
+    actor._engine = engine
+    return actor
 
 
 def processes(engine: ServerEngine) -> list[int]:
@@ -137,15 +165,35 @@ class ServerConformance(EngineConformance):
         request = ask(prompt(5), 6, 0.0)
         same_logprobs(models.plain_a, request, await engine.generate(request))
 
-    async def test_a_server_whose_inner_processes_are_frozen_is_killed_and_its_requests_fail(
-        self, engine: ServerEngine, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.usefixtures("short_events")
+    async def test_requests_of_a_server_that_is_frozen_and_killed_go_on_at_another(
+        self,
+        engine: ServerEngine,
+        fresh: ServerEngine,
+        models: Models,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """It is healthy while it samples, and while it is paused."""
-        sampling = asyncio.create_task(engine.generate(ask(prompt(4), 100)))
+        old, new = [await self.load(each, models.parts_a) for each in (engine, fresh)]
+        requests = [ask(prompt(4, n), 450, 0.8, seed=n) for n in range(3)]
+        expected = await asyncio.gather(*map(fresh.generate, requests))
+        sampled = fresh.stats().generated_tokens
+        monkeypatch.setattr(request_port, "PROGRESS_SECONDS", 0.05)
+        first, second = actor_of(engine), actor_of(fresh)
+        client = GenerationClient("c")
+        client.set_engines({"first": Remote(first)})
+        responses = [asyncio.create_task(client.generate(request)) for request in requests]
         await engine.check_health()
-        await sampling
+
+        def received() -> list[int]:
+            flights = client._links["first"].in_flight.values()
+            return [len(waiting.progress.tokens_T) for waiting in flights]
+
+        await eventually_in_loop(
+            lambda: len(received()) == 3 and min(received()) > 20, 60, "tokens have come"
+        )
         await engine.pause()  # so that none is finished before the kill
-        responses = [asyncio.create_task(engine.generate(ask(prompt(4, n), 450))) for n in range(3)]
+        late = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
         await asyncio.sleep(0.3)
         await engine.check_health()
         pids = processes(engine)
@@ -155,9 +203,25 @@ class ServerConformance(EngineConformance):
         monkeypatch.setattr(server_process, "STEP_SECONDS", 5.0)
         with pytest.raises(EngineError, match="not answered in 5 s: the server is frozen"):
             await engine.check_health()
-        for response in responses:
-            with pytest.raises(EngineError, match="was killed"):
-                await asyncio.wait_for(response, 90)
+        with pytest.raises(EngineError, match="was killed"):
+            await asyncio.wait_for(late, 90)
+        had = received()
+        with pytest.raises(EngineError, match="was killed"):
+            await first.health()
+        await first.close()
+        client.set_engines({"second": Remote(second)})
+        for response, whole, kept in zip(
+            await asyncio.wait_for(asyncio.gather(*responses), 90), expected, had, strict=True
+        ):
+            before = int((response.versions_T == old).sum())
+            assert kept <= before < 450
+            assert response.versions_T.tolist() == [old] * before + [new] * (450 - before)
+            assert response.tokens_T.tolist() == whole.tokens_T.tolist()
+            np.testing.assert_allclose(response.logprobs_T, whole.logprobs_T, atol=EXACT)
+            sampled += 450 - before
+        assert fresh.stats().generated_tokens == sampled, "none is sampled twice"
+        client.set_engines({})
+        await second._port.close()
         with pytest.raises(EngineError):
             await engine.generate(ask(prompt(4), 2))
         assert not [pid for pid in pids if lives(pid)]

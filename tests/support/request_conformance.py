@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import pytest
 
 from agenticrun_workers.inference import InferenceEngine, InvalidRequest
-from agenticrun_workers.types import FinishReason, GenerationRequest
-from engine_checks import Models, ask, prompt, same_logprobs
+from agenticrun_workers.inference.client import joined
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
+from engine_checks import (
+    EXACT,
+    Models,
+    ObservedEngine,
+    SamplingOptions,
+    ask,
+    observed,
+    prompt,
+    same_logprobs,
+)
 from sampling_conformance import SamplingConformance
 from tiny_model import CONTEXT, VOCABULARY
 
@@ -85,7 +96,8 @@ class RequestConformance(SamplingConformance):
             if aborted.finish is FinishReason.ABORT:
                 break
         assert aborted.finish is FinishReason.ABORT
-        assert len(aborted.tokens_T) == len(aborted.logprobs_T) < 400
+        assert 0 < len(aborted.tokens_T) == len(aborted.logprobs_T) < 400
+        same_logprobs(models.plain_a, short, aborted)
         same_logprobs(models.plain_a, other, whole)
         assert whole.finish is FinishReason.LENGTH
 
@@ -123,15 +135,19 @@ class RequestConformance(SamplingConformance):
                 break
         assert finishes == {FinishReason.ABORT}
 
-    async def test_requests_of_a_paused_engine_can_be_aborted(
-        self, engine: InferenceEngine
+    @pytest.mark.usefixtures("short_events")
+    async def test_requests_of_a_paused_engine_can_be_aborted_and_return_what_it_has_shown(
+        self, engine: ObservedEngine
     ) -> None:
         for _ in TRIES:
-            early = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
-            await asyncio.sleep(0.1)
+            request = ask(prompt(4), 450)
+            early = asyncio.create_task(engine.generate(request))
+            while not engine.progress(request.request_id, 0) and not early.done():
+                await asyncio.sleep(0.01)
             await engine.pause()
             late = asyncio.create_task(engine.generate(ask(prompt(4), 450)))
             await asyncio.sleep(0.1)
+            shown = engine.progress(request.request_id, 0)
             await asyncio.wait_for(engine.abort(), 60)
             generations = await asyncio.wait_for(asyncio.gather(early, late), 60)
             await engine.resume()
@@ -141,7 +157,53 @@ class RequestConformance(SamplingConformance):
         for generation in generations:
             assert generation.finish is FinishReason.ABORT
             assert len(generation.tokens_T) < 450
+        assert shown is not None
+        kept = generations[0].tokens_T[: len(shown.tokens_T)]
+        assert kept.tolist() == shown.tokens_T.tolist()
         assert len((await engine.generate(ask(prompt(4), 3))).tokens_T) == 3
+
+    @pytest.mark.usefixtures("short_events")
+    async def test_each_token_of_a_request_in_flight_is_shown_once(
+        self, engine: ObservedEngine
+    ) -> None:
+        request = ask(prompt(6), 300, 0.8)
+        whole, *parts = await observed(engine, request)
+        assert len(parts) > 2
+        shown = reduce(joined, parts)
+        count = len(shown.tokens_T)
+        assert count < 300, "never a whole response"
+        assert shown.tokens_T.tolist() == whole.tokens_T[:count].tolist()
+        assert shown.logprobs_T.tolist() == whole.logprobs_T[:count].tolist()
+        assert shown.versions_T.tolist() == whole.versions_T[:count].tolist()
+        assert engine.progress(request.request_id, 0) is None
+
+    async def test_another_request_goes_on_from_tokens_as_the_response_itself_would(
+        self, engine: InferenceEngine
+    ) -> None:
+        cuts: list[SamplingOptions] = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}]
+        requests = [ask(prompt(9, n), 60, 0.8, seed=2**61 + n, **cut) for n, cut in enumerate(cuts)]
+        wholes = await asyncio.gather(*map(engine.generate, requests))
+
+        async def go_on(request: GenerationRequest, whole: Generation, had: int) -> None:
+            rest = await engine.generate(
+                replace(
+                    request,
+                    request_id=f"{request.request_id}-{had}",
+                    prompt_tokens=np.concatenate([request.prompt_tokens, whole.tokens_T[:had]]),
+                    sampling=replace(request.sampling, max_new_tokens=60 - had),
+                    sampled=had,
+                )
+            )
+            assert rest.tokens_T.tolist() == whole.tokens_T[had:].tolist()
+            np.testing.assert_allclose(rest.logprobs_T, whole.logprobs_T[had:], atol=EXACT)
+
+        await asyncio.gather(
+            *(
+                go_on(request, whole, had)
+                for request, whole in zip(requests, wholes, strict=True)
+                for had in (1, 17, 59)
+            )
+        )
 
     async def test_a_request_whose_caller_goes_away_is_aborted(
         self, engine: InferenceEngine

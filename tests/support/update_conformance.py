@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,21 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from agenticrun_workers.inference import EngineError, InferenceEngine
-from engine_checks import DELAYS, EXACT, MEAN, Models, ask, files, half_done, prompt, same_logprobs
+from agenticrun_workers.inference.client import joined
+from agenticrun_workers.types import Generation, GenerationRequest
+from engine_checks import (
+    DELAYS,
+    EXACT,
+    MEAN,
+    Models,
+    ObservedEngine,
+    ask,
+    files,
+    half_done,
+    observed,
+    prompt,
+    same_logprobs,
+)
 from request_conformance import RequestConformance
 from tiny_model import plain_logprobs
 
@@ -27,6 +42,24 @@ class UpdateConformance(RequestConformance):
         version = next(self._versions)
         await engine.update_weights(files(parts), version)
         return version
+
+    def sampled_by_a_then_b(
+        self, models: Models, request: GenerationRequest, generation: Generation, old: int
+    ) -> None:
+        """Check that the tokens of version `old` have log-probs of the weights A, others of B."""
+        count = int((generation.versions_T == old).sum())
+        first_T, second_T = generation.tokens_T[:count], generation.tokens_T[count:]
+        context_T = np.concatenate([request.prompt_tokens, first_T])
+        np.testing.assert_allclose(
+            generation.logprobs_T[:count],
+            plain_logprobs(models.plain_a, request.prompt_tokens, first_T),
+            atol=EXACT,
+        )
+        np.testing.assert_allclose(
+            generation.logprobs_T[count:],
+            plain_logprobs(models.plain_b, context_T, second_T),
+            atol=EXACT,
+        )
 
     async def test_after_an_update_it_says_what_a_fresh_engine_with_these_weights_says(
         self, engine: InferenceEngine, fresh: InferenceEngine, models: Models
@@ -64,19 +97,36 @@ class UpdateConformance(RequestConformance):
         count = int((generation.versions_T == old).sum())
         assert generation.versions_T.tolist() == [old] * count + [new] * (400 - count)
         assert 0 < count < 400
-        first_T, second_T = generation.tokens_T[:count], generation.tokens_T[count:]
-        context_T = np.concatenate([request.prompt_tokens, first_T])
-        np.testing.assert_allclose(
-            generation.logprobs_T[:count],
-            plain_logprobs(models.plain_a, request.prompt_tokens, first_T),
-            atol=EXACT,
-        )
-        np.testing.assert_allclose(
-            generation.logprobs_T[count:],
-            plain_logprobs(models.plain_b, context_T, second_T),
-            atol=EXACT,
-        )
+        self.sampled_by_a_then_b(models, request, generation, old)
         await self.load(engine, models.parts_a)
+
+    @pytest.mark.usefixtures("short_events")
+    async def test_tokens_are_shown_with_the_version_that_sampled_them(
+        self, engine: ObservedEngine, models: Models
+    ) -> None:
+        for delay in DELAYS:
+            old = await self.load(engine, models.parts_a)
+            request = ask(prompt(8), 400)
+            response = asyncio.create_task(observed(engine, request))
+            await asyncio.sleep(delay)
+            await self.load(engine, models.parts_b)
+            whole, *parts = await asyncio.wait_for(response, 60)
+            shown = reduce(joined, parts)
+            if len(set(shown.versions_T.tolist())) == 2:
+                break
+        assert set(shown.versions_T.tolist()) == {old, engine.stats().policy_version}
+        assert shown.tokens_T.tolist() == whole.tokens_T[: len(shown.tokens_T)].tolist()
+        self.sampled_by_a_then_b(models, request, shown, old)
+        await self.load(engine, models.parts_a)
+
+    @pytest.mark.usefixtures("short_events")
+    async def test_nothing_is_shown_where_each_response_has_one_version(
+        self, fresh: ObservedEngine
+    ) -> None:
+        """Another engine may have other weights."""
+        whole, *parts = await observed(fresh, ask(prompt(8), 100))
+        assert len(whole.tokens_T) == 100
+        assert not parts
 
     async def test_a_response_begins_again_where_each_has_one_version(
         self, fresh: InferenceEngine, models: Models

@@ -2,6 +2,8 @@
 
 import pytest
 
+from agenticrun_workers.inference import engine
+
 pytest.register_assert_rewrite(
     "engine_checks",
     "outside_agents",
@@ -10,3 +12,9 @@ pytest.register_assert_rewrite(
     "update_conformance",
     "engine_conformance",
 )
+
+
+@pytest.fixture
+def short_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers send tokens as often as they may."""
+    monkeypatch.setattr(engine, "STREAM_SECONDS", 0.0)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from agenticrun_workers.inference.engine import LoadMeter
+from agenticrun_workers.inference.engine import STREAM_TOKENS, LoadMeter
 
 
 def test_seats_are_counted_while_requests_run_and_no_more_than_there_are(
@@ -46,6 +46,17 @@ def test_tokens_that_come_into_the_cache_were_computed_and_those_that_leave_it_s
     for held in (50, 80, 20, 25):
         meter.poll_kv_tokens(held)
     assert meter.computed(100) == 100 + 80 + 5
+
+
+def test_a_server_sends_about_a_seconds_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    meter = LoadMeter(seats=2)
+    assert meter.stream_interval(0) == STREAM_TOKENS, "the pace is not known yet"
+    with meter.running(2):
+        now = 10.0
+    assert meter.stream_interval(1000) == 50, "two responses, 500 tokens each in ten seconds"
+    assert meter.stream_interval(10) == STREAM_TOKENS
 
 
 def test_polls_of_the_cache_add_up() -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -31,6 +32,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(600)
         if self.path == "/garbage":
             return self.answer(200, b"<html>")
+        if self.path == "/events":  # in pieces, wherever they end
+            self.send_response(200); self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            data = body["text"].encode()
+            for start in range(0, len(data), body["piece"]):
+                piece = data[start : start + body["piece"]]
+                self.wfile.write(b"%x\\r\\n%s\\r\\n" % (len(piece), piece))
+            if body.get("dies"):
+                self.wfile.flush(); print("last words", flush=True); os._exit(3)
+            self.wfile.write(b"0\\r\\n\\r\\n")
+            return
         if self.path == "/once":  # closes the connection without a word when it is used again
             if getattr(self, "used", False):
                 self.close_connection = True
@@ -78,6 +90,51 @@ async def test_a_refused_request_is_told_from_a_failure(http: ServerClient) -> N
 async def test_an_answer_that_is_no_json_is_a_failure(http: ServerClient) -> None:
     with pytest.raises(EngineError, match="the server's answer cannot be read"):
         await http.post("/garbage", {})
+
+
+async def told(http: ServerClient, **body: Any) -> list[Any]:
+    return [event async for event in http.events("/events", body)]
+
+
+EVENTS = 'data: {"a": 1}\n\ndata: {"b": "x"}\n\n'
+END = "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+async def test_events_are_their_json(http: ServerClient, piece: int) -> None:
+    assert await told(http, text=EVENTS + END, piece=piece) == [{"a": 1}, {"b": "x"}]
+
+
+async def test_an_event_may_be_longer_than_a_line_of_http(http: ServerClient) -> None:
+    (event,) = await told(http, text=f'data: {{"a": "{"x" * 2**18}"}}\n\n{END}', piece=2**16)
+    assert len(event["a"]) == 2**18
+
+
+async def test_an_error_among_the_events_is_told_from_a_refused_request(http: ServerClient) -> None:
+    for code, kind in ((400, InvalidRequest), (500, EngineError)):
+        text = EVENTS + f'data: {{"error": {{"message": "why", "code": {code}}}}}\n\n{END}'
+        with pytest.raises(EngineError, match=f"/events was answered {code}: why") as caught:
+            await told(http, text=text, piece=1000)
+        assert type(caught.value) is kind
+
+
+async def test_a_request_is_refused_before_its_first_event(http: ServerClient) -> None:
+    with pytest.raises(InvalidRequest, match=r"/echo was answered 400: .*why"):
+        async for _ in http.events("/echo", {"status": 400, "why": "no"}):
+            pass
+
+
+async def test_an_event_that_is_no_json_is_a_failure(http: ServerClient) -> None:
+    with pytest.raises(EngineError, match="the server's answer cannot be read"):
+        await told(http, text="data: <html>\n\n", piece=1000)
+
+
+async def test_events_end_with_the_servers_last_words_when_it_ends(http: ServerClient) -> None:
+    events = http.events("/events", {"text": EVENTS, "piece": 1000, "dies": True})
+    assert await anext(events) == {"a": 1}
+    assert await anext(events) == {"b": "x"}
+    with pytest.raises(EngineError, match=r"toy ended with status 3[\s\S]*last words"):
+        await anext(events)
 
 
 async def test_a_connection_that_the_server_has_closed_meanwhile_does_not_fail_a_request(

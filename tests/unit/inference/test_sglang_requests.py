@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from agenticrun_workers.inference import EngineError, InvalidRequest
+from agenticrun_workers.inference.engine import SampledTokens
 from agenticrun_workers.inference.sglang.server import (
     computed_prompt_tokens,
     generate_body,
-    read_generation,
+    read_event,
 )
 from agenticrun_workers.types import FinishReason, GenerationRequest, SamplingParams
 
@@ -21,14 +24,16 @@ def a_request(**sampling: Any) -> GenerationRequest:
     )
 
 
-def an_answer(tokens: list[int], finish: str = "length", **meta: Any) -> dict[str, Any]:
-    entries = [[-0.5 * n, token, None] for n, token in enumerate(tokens)]
+def an_event(
+    tokens: list[int], so_far: int, finish: dict[str, Any] | None = None, **meta: Any
+) -> dict[str, Any]:
     return {
         "output_ids": tokens,
         "meta_info": {
-            "finish_reason": {"type": finish},
-            "output_token_logprobs": entries,
-            "weight_version": "3",
+            "finish_reason": finish,
+            "completion_tokens": so_far,
+            "output_token_logprobs": [[-0.5 * token, token, None] for token in tokens],
+            "weight_versions": [{"version": "3", "start": 0, "end": so_far}],
             **meta,
         },
     }
@@ -36,11 +41,12 @@ def an_answer(tokens: list[int], finish: str = "length", **meta: Any) -> dict[st
 
 def test_a_request_says_all_of_its_sampling() -> None:
     body = generate_body(
-        a_request(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(1, 2)), "0001"
+        a_request(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop_token_ids=(1, 2)), "0001", 32
     )
     assert body["rid"] == "0001"
     assert body["input_ids"] == [5, 6]
     assert body["return_logprob"] is True
+    assert body["stream"] is True
     assert body["sampling_params"] == {
         "max_new_tokens": 4,
         "temperature": 0.7,
@@ -48,12 +54,18 @@ def test_a_request_says_all_of_its_sampling() -> None:
         "top_k": 5,
         "min_p": 0.1,
         "stop_token_ids": [1, 2],
-        "custom_params": {"record_temperature": 0.7, "seed": 3},
+        "stream_interval": 32,
+        "custom_params": {"record_temperature": 0.7, "seed": 3, "sampled": 0},
     }
 
 
+def test_random_numbers_go_on_after_the_tokens_that_another_engine_sampled() -> None:
+    body = generate_body(replace(a_request(), sampled=3), "r", 8)
+    assert body["sampling_params"]["custom_params"]["sampled"] == 3
+
+
 def test_no_top_k_is_what_sglang_calls_minus_one() -> None:
-    assert generate_body(a_request(), "r")["sampling_params"]["top_k"] == -1
+    assert generate_body(a_request(), "r", 8)["sampling_params"]["top_k"] == -1
 
 
 @pytest.mark.parametrize(
@@ -63,43 +75,59 @@ def test_no_top_k_is_what_sglang_calls_minus_one() -> None:
 def test_log_probs_are_recorded_at_the_sampling_temperature_or_the_one_asked_for(
     temperature: float, record: float | None, recorded: float
 ) -> None:
-    body = generate_body(a_request(temperature=temperature, record_temperature=record), "r")
+    body = generate_body(a_request(temperature=temperature, record_temperature=record), "r", 8)
     assert body["sampling_params"]["custom_params"]["record_temperature"] == recorded
 
 
-def test_an_answer_becomes_tokens_log_probs_and_the_version_of_each_token() -> None:
-    spans = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 3}]
-    generation = read_generation(a_request(), an_answer([7, 8, 9], weight_versions=spans))
-    assert generation.tokens_T.tolist() == [7, 8, 9]
-    assert generation.logprobs_T.tolist() == [0.0, -0.5, -1.0]
-    assert generation.versions_T.tolist() == [2, 3, 3]
-    assert generation.finish is FinishReason.LENGTH
-
-
-def test_without_spans_all_tokens_have_the_one_version() -> None:
-    assert read_generation(a_request(), an_answer([7, 8])).versions_T.tolist() == [3, 3]
+def test_events_add_up_to_tokens_with_the_version_of_each() -> None:
+    """The versions in an event are those of all tokens so far."""
+    sampled = SampledTokens()
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
+    assert read_event(a_request(), an_event([4], 1), sampled) is None
+    last = an_event([5, 6], 3, {"type": "length"}, weight_versions=spans)
+    assert read_event(a_request(), last, sampled) is FinishReason.LENGTH
+    assert sampled == SampledTokens([4, 5, 6], [-2.0, -2.5, -3.0], [3, 3, 4])
 
 
 def test_a_stop_token_at_the_limit_is_a_stop() -> None:
-    assert (
-        read_generation(a_request(stop_token_ids=(9,)), an_answer([7, 9])).finish
-        is FinishReason.STOP
+    event = an_event([7, 9], 2, {"type": "length"})
+    stopping = a_request(stop_token_ids=(9,))
+    assert read_event(stopping, event, SampledTokens()) is FinishReason.STOP
+
+
+@pytest.mark.parametrize("new", [[], [5, 6]], ids=["alone", "in one event with new tokens"])
+def test_what_sglang_repeats_after_an_abort_is_left_out(new: list[int]) -> None:
+    """The last token, and the log-probs of all of them."""
+    sampled = SampledTokens([4], [-2.0], [3])
+    whole = [4, *new]
+    logprobs = [[-0.5 * token, token, None] for token in [*new, *whole]]
+    event = an_event(
+        [*new, whole[-1]], len(whole), {"type": "abort"}, output_token_logprobs=logprobs
     )
+    assert read_event(a_request(), event, sampled) is FinishReason.ABORT
+    assert sampled == SampledTokens(whole, [-0.5 * token for token in whole], [3] * len(whole))
 
 
 def test_a_request_that_was_aborted_before_its_first_token_has_none() -> None:
-    answer = {
+    event = {
         "output_ids": [],
-        "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "3"},
+        "meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens": 0},
     }
-    generation = read_generation(a_request(), answer)
-    assert (len(generation.tokens_T), len(generation.logprobs_T), generation.finish) == (
-        0,
-        0,
-        FinishReason.ABORT,
-    )
+    sampled = SampledTokens()
+    assert read_event(a_request(), event, sampled) is FinishReason.ABORT
+    assert len(sampled) == 0
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, InvalidRequest), (500, EngineError)])
+def test_a_request_that_the_server_ends_by_itself_is_an_error(
+    status: int, kind: type[EngineError]
+) -> None:
+    reason = {"type": "abort", "status_code": status, "message": "too long"}
+    with pytest.raises(EngineError, match="too long") as caught:
+        read_event(a_request(), an_event([], 0, reason), SampledTokens())
+    assert type(caught.value) is kind
 
 
 def test_prompt_tokens_count_where_they_were_not_cached() -> None:
-    assert computed_prompt_tokens(an_answer([1], prompt_tokens=10, cached_tokens=7)) == 3
-    assert computed_prompt_tokens(an_answer([])) == 0
+    assert computed_prompt_tokens(an_event([1], 1, prompt_tokens=10, cached_tokens=7)) == 3
+    assert computed_prompt_tokens(an_event([], 0)) == 0

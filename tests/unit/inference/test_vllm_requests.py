@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from agenticrun_workers.inference import EngineError
+from agenticrun_workers.inference.engine import SampledTokens
 from agenticrun_workers.inference.server_process import readable_answer
-from agenticrun_workers.inference.vllm.engine import from_vllm, to_vllm
+from agenticrun_workers.inference.vllm.engine import read_event, to_vllm
 from agenticrun_workers.types import FinishReason, GenerationRequest, SamplingParams
 
 
@@ -21,9 +23,11 @@ def test_a_request_is_asked_for_token_by_token_until_one_of_its_own_stop_tokens(
     body = to_vllm(
         a_request(SamplingParams(5, 0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(2, 9))),
         "17",
+        32,
     )
     assert body["request_id"] == "17"
     assert body["token_ids"] == [3, 1]
+    assert body["stream"] is True
     sampling = body["sampling_params"]
     assert (
         sampling["max_tokens"],
@@ -39,6 +43,7 @@ def test_a_request_is_asked_for_token_by_token_until_one_of_its_own_stop_tokens(
         0.1,
     )
     assert sampling["stop_token_ids"] == [2, 9]
+    assert sampling["stream_interval"] == 32
     assert sampling["ignore_eos"] is True
     assert "seed" not in sampling, "vLLM's own seeds end the server on CPUs"
 
@@ -50,44 +55,51 @@ def test_a_request_is_asked_for_token_by_token_until_one_of_its_own_stop_tokens(
 def test_log_probs_are_asked_for_at_the_temperature_that_the_types_say(
     temperature: float, record: float | None, expected: float
 ) -> None:
-    body = to_vllm(a_request(SamplingParams(5, temperature, record_temperature=record)), "1")
-    assert body["sampling_params"]["extra_args"] == {"seed": 7, "record_temperature": expected}
+    body = to_vllm(a_request(SamplingParams(5, temperature, record_temperature=record)), "1", 8)
+    assert body["sampling_params"]["extra_args"]["record_temperature"] == expected
 
 
-def test_an_answer_says_which_token_had_which_version() -> None:
+def test_random_numbers_go_on_after_the_tokens_that_another_engine_sampled() -> None:
+    body = to_vllm(replace(a_request(SamplingParams(5)), sampled=3), "1", 8)
+    assert body["sampling_params"]["extra_args"]["seed"] == 7
+    assert body["sampling_params"]["extra_args"]["sampled"] == 3
+
+
+def an_event(
+    tokens: list[int], spans: list[dict[str, Any]], finish: str | None = None
+) -> dict[str, Any]:
+    content = [{"logprob": -0.5 * token} for token in tokens]
     choice = {
-        "token_ids": [4, 5, 6],
-        "finish_reason": "abort",
-        "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}, {"logprob": -0.5}]},
-        "weight_versions": [
-            {"version": "8", "start": 0, "end": 1},
-            {"version": "9", "start": 1, "end": 3},
-        ],
+        "token_ids": tokens,
+        "finish_reason": finish,
+        "logprobs": {"content": content},
+        "weight_versions": spans,
     }
-    generation = from_vllm({"choices": [choice]})
-    assert generation.tokens_T.tolist() == [4, 5, 6]
-    assert generation.logprobs_T.tolist() == [-1.0, -2.0, -0.5]
-    assert generation.versions_T.tolist() == [8, 9, 9]
-    assert generation.finish is FinishReason.ABORT
+    return {"choices": [choice]}
 
 
-def test_an_answer_without_tokens_has_empty_arrays() -> None:
-    choice = {
-        "token_ids": [],
-        "finish_reason": "abort",
-        "logprobs": {"content": []},
-        "weight_versions": [],
-    }
-    generation = from_vllm({"choices": [choice]})
-    assert len(generation.tokens_T) == len(generation.logprobs_T) == len(generation.versions_T) == 0
+def test_events_add_up_to_tokens_with_the_version_of_each() -> None:
+    """The versions in an event are those of all tokens so far."""
+    sampled = SampledTokens()
+    spans = [{"version": "8", "start": 0, "end": 2}, {"version": "9", "start": 2, "end": 3}]
+    assert read_event(an_event([4], [{"version": "8", "start": 0, "end": 1}]), sampled) is None
+    assert read_event(an_event([5, 6], spans), sampled) is None
+    assert read_event(an_event([], spans, "abort"), sampled) is FinishReason.ABORT
+    assert sampled == SampledTokens([4, 5, 6], [-2.0, -2.5, -3.0], [8, 8, 9])
 
 
-def test_an_answer_of_another_form_is_an_error_of_the_engine() -> None:
-    answers: list[dict[str, Any]] = [
+def test_a_request_that_was_aborted_before_its_first_token_has_none() -> None:
+    sampled = SampledTokens()
+    assert read_event(an_event([], [], "abort"), sampled) is FinishReason.ABORT
+    assert len(sampled) == 0
+
+
+def test_an_event_of_another_form_is_an_error_of_the_engine() -> None:
+    events: list[dict[str, Any]] = [
         {},
         {"choices": []},
         {"choices": [{"token_ids": ["a"], "logprobs": None}]},
     ]
-    for answer in answers:
+    for event in events:
         with pytest.raises(EngineError, match="cannot be read"), readable_answer():
-            from_vllm(answer)
+            read_event(event, SampledTokens())

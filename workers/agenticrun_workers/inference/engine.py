@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterable, Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -31,6 +31,10 @@ STEP_SECONDS = 300.0
 The limits of SGLang (`watchdog_timeout`) and vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`) are the
 same.
 """
+STREAM_SECONDS = 1.0
+"""Time between two events of a server about the tokens of a request."""
+STREAM_TOKENS = 8
+"""Smallest number of tokens in such an event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,18 @@ class LoadMeter:
             if not self._unreadable:
                 log.warning("no rollout/kv_usage, because the load cannot be read: %s", error)
             self._unreadable = True
+
+    def stream_interval(self, generated: int) -> int:
+        """Return how many tokens a response gets in `STREAM_SECONDS`, but at least `STREAM_TOKENS`.
+
+        A server sends the tokens of a request in events of so many tokens.
+
+        Args:
+            generated: tokens that the engine has sampled so far.
+        """
+        if not (seconds := self.seat_seconds):
+            return STREAM_TOKENS
+        return max(STREAM_TOKENS, round(STREAM_SECONDS * generated / seconds))
 
     def poll_kv(self, share: float) -> None:
         """Record the share of the KV cache that is in use now."""
@@ -234,6 +250,61 @@ class InferenceEngine(Protocol):
     async def stop(self) -> None:
         """Abort all requests and release everything. Safe to call twice."""
         ...
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """The tokens of a request in flight, with the log-prob and the policy version of each."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        spans: Iterable[Mapping[str, Any]],
+    ) -> None:
+        """Add tokens that a server has sent.
+
+        Args:
+            tokens: the new ones.
+            logprobs: one per new token.
+            spans: the versions of the whole response, as both servers report them: `version`, and
+                the tokens from `start` to before `end` that it sampled.
+        """
+        first = len(self.tokens)
+        versions_T = np.full(first + len(tokens), -1)
+        for span in spans:
+            versions_T[span["start"] : span["end"]] = int(span["version"])
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.versions += versions_T[first:].tolist()
+
+    def since(self, start: int) -> Generation | None:
+        """Return the tokens from number `start` on; None if there are none."""
+        return self._generation(start, FinishReason.ABORT) if len(self) > start else None
+
+    def response(self, reason: FinishReason) -> Generation:
+        """Return all tokens as a finished response."""
+        return self._generation(0, reason)
+
+    def _generation(self, start: int, reason: FinishReason) -> Generation:
+        return Generation(
+            np.asarray(self.tokens[start:], np.int32),
+            np.asarray(self.logprobs[start:], np.float32),
+            np.asarray(self.versions[start:], np.int32),
+            reason,
+        )
 
 
 @runtime_checkable

@@ -22,11 +22,11 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import psutil
@@ -58,6 +58,7 @@ KEEP_ALIVE_SECONDS = 2.0
 STALE = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 """Raised if the server closed an idle connection just as we used it. It has read nothing, so the
 request is sent once more. If the server has ended, the second try cannot connect."""
+LAST_EVENT = b"data: [DONE]"
 UPDATE_SECONDS = 600.0
 """Longest time that a server may need for one request of a weight update."""
 END_SECONDS = 60.0
@@ -271,22 +272,36 @@ class ServerClient:
             EngineError: any other failure. If the server has ended, the message quotes its log.
         """
         try:
-            async with asyncio.timeout(seconds):
-                try:
-                    status, data = await self._send(path, body)
-                except STALE:
-                    status, data = await self._send(path, body)
+            async with asyncio.timeout(seconds), await self._post(path, body) as answer:
+                data = await answer.read()
         except aiohttp.ClientError as error:
             raise EngineError(await self._cause(path, error)) from error
         except TimeoutError:
             raise EngineError(
                 f"{path} of {self._process.url} was not answered in {seconds:.0f} s"
             ) from None
-        if status == 200:
-            with readable_answer():
-                return json.loads(data) if data else None
-        kind = InvalidRequest if status == 400 else EngineError
-        raise kind(f"{path} was answered {status}: {data.decode(errors='replace')[:2000]}")
+        if answer.status != 200:
+            raise_refusal(path, answer.status, data.decode(errors="replace"))
+        with readable_answer():
+            return json.loads(data) if data else None
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
+        """Post a request and yield the JSON of each server-sent event, as long as the server lives.
+
+        Raises as `post` does, also for an event `{"error": {"message": ..., "code": ...}}`.
+        """
+        rest = b""
+        try:
+            async with await self._post(path, body) as answer:
+                if answer.status != 200:
+                    raise_refusal(path, answer.status, await answer.text(errors="replace"))
+                async for data in answer.content.iter_any():
+                    *events, rest = (rest + data).split(b"\n\n")
+                    for event in events:
+                        if event != LAST_EVENT:
+                            yield _content(path, event)
+        except aiohttp.ClientError as error:
+            raise EngineError(await self._cause(path, error)) from error
 
     async def check(self, path: str) -> bytes:
         """Return the answer to a GET; kill the server if it does not answer in `STEP_SECONDS`.
@@ -318,10 +333,13 @@ class ServerClient:
         async with self._session.get(path) as answer:
             return answer.status, await answer.read()
 
-    async def _send(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-        headers = {"Content-Type": "application/json"}
-        async with self._session.post(path, data=json.dumps(body), headers=headers) as answer:
-            return answer.status, await answer.read()
+    async def _post(self, path: str, body: Mapping[str, Any]) -> aiohttp.ClientResponse:
+        """Return an answer of which nothing is read yet."""
+        data, headers = json.dumps(body), {"Content-Type": "application/json"}
+        try:
+            return await self._session.post(path, data=data, headers=headers)
+        except STALE:
+            return await self._session.post(path, data=data, headers=headers)
 
     async def _cause(self, path: str, error: aiohttp.ClientError) -> str:
         """Describe a broken connection. It breaks a moment before the server's processes end."""
@@ -329,6 +347,23 @@ class ServerClient:
             return await asyncio.wait_for(self._process.wait(), END_SECONDS)
         except TimeoutError:
             return f"{path} of {self._process.url} failed: {error!r}"
+
+
+def raise_refusal(path: str, status: int, message: str) -> NoReturn:
+    """Raise the error of a request that was answered with another status than 200."""
+    kind = InvalidRequest if status == 400 else EngineError
+    raise kind(f"{path} was answered {status}: {message[:2000]}")
+
+
+def _content(path: str, event: bytes) -> Any:
+    """Return the JSON of a server-sent event. Raises if it is an error."""
+    with readable_answer():
+        content = json.loads(event.removeprefix(b"data: "))
+        error = content.get("error")
+        if error is None:
+            return content
+        status, message = error["code"], error["message"]
+    raise_refusal(path, status, message)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,9 @@
   with the new weights, and SGLang reports the version of each token.
 - Log-probs at any temperature, and seeds: see `plugin`.
 - A token id outside the vocabulary ends the whole server, so this engine checks requests.
-- A request that is aborted while the server is paused returns the tokens that the server had sent
-  by then, which may be fewer than were sampled.
+- The server sends the tokens of a request about once a second, which are kept here: see
+  `LoadMeter.stream_interval`. A request that is aborted while the server is paused returns those
+  that have come.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from agenticrun_workers.inference.engine import (
-    ABORTED_UNSAMPLED,
     EngineError,
     EngineStartError,
     EngineStats,
     LoadMeter,
+    SampledTokens,
 )
 from agenticrun_workers.inference.model_files import (
     RequestLimits,
@@ -44,12 +45,13 @@ from agenticrun_workers.inference.server_process import (
     readable_answer,
 )
 from agenticrun_workers.inference.sglang.server import (
+    GENERATE,
     LOADS,
     SglangControl,
     SglangOptions,
     computed_prompt_tokens,
     generate_body,
-    read_generation,
+    read_event,
     read_load,
 )
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
@@ -69,6 +71,10 @@ class _InFlight:
 
     rid: str
     caller: asyncio.Task[Any]
+    sampled: SampledTokens = field(default_factory=SampledTokens)
+    """The tokens that have come."""
+    ended: bool = False
+    """All of them have come."""
     restarts: bool = False
     """New weights came: restart when the server returns it as aborted."""
     abandoned: bool = False
@@ -178,12 +184,22 @@ class SglangEngine:
                 while True:
                     # Ids have one length: SGLang aborts every request with the given prefix.
                     flight.rid, flight.restarts = f"{next(self._rids):016x}", False
-                    generation = await self._post(request, flight)
-                    if not flight.restarts or generation.finish is not FinishReason.ABORT:
-                        return generation
+                    flight.sampled, flight.ended = SampledTokens(), False
+                    finish = await self._sample(request, flight)
+                    if finish is FinishReason.ABORT:
+                        self._aborted += len(flight.sampled)
+                    if not flight.restarts or finish is not FinishReason.ABORT:
+                        return flight.sampled.response(finish)
             finally:
                 del self._in_flight[request.request_id]
                 flight.done.set()
+
+    def progress(self, request_id: str, start: int) -> Generation | None:
+        """See `ReportsProgress`."""
+        flight = self._in_flight.get(request_id)
+        if flight is None or flight.ended or self._restart_on_update:
+            return None
+        return flight.sampled.since(start)
 
     async def abort(self, request_ids: list[str] | None = None) -> None:
         """See `InferenceEngine`."""
@@ -274,7 +290,7 @@ class SglangEngine:
         )
 
     def stats(self) -> EngineStats:
-        """See `InferenceEngine`. Counts tokens when their response is finished."""
+        """See `InferenceEngine`. Counts tokens when the server sends them."""
         running = min(len(self._in_flight), self._load.seats)
         waiting = len(self._in_flight) - running
         return EngineStats(
@@ -321,35 +337,44 @@ class SglangEngine:
         """Raise `EngineStartError` if the plug-in does not work.
 
         SGLang ignores a plug-in that fails, and would silently record log-probs at another
-        temperature. The check: at a boundless temperature all tokens are equally likely.
+        temperature. The check: at a boundless temperature all tokens are equally likely. And the
+        first of two tokens has come in an event of its own, which has versions by the plug-in only.
         """
-        sampling = SamplingParams(1, record_temperature=BOUNDLESS_TEMPERATURE)
+        sampling = SamplingParams(2, record_temperature=BOUNDLESS_TEMPERATURE)
         generation = await self.generate(
             GenerationRequest("plug-in", "", np.zeros(1, np.int32), sampling)
         )
-        if abs(generation.logprobs_T[0] + math.log(self._limits.vocabulary)) > FLAT:
+        likelihood_gap = abs(generation.logprobs_T[0] + math.log(self._limits.vocabulary))
+        if likelihood_gap > FLAT or generation.versions_T[0] < 0:
             raise EngineStartError(
                 f"SGLang runs without AgenticRun's plug-in: look for `plugin` in {log}"
             )
 
-    async def _post(self, request: GenerationRequest, flight: _InFlight) -> Generation:
+    async def _sample(self, request: GenerationRequest, flight: _InFlight) -> FinishReason:
+        """Collect the tokens of a request until it ends."""
+        body = generate_body(request, flight.rid, self._load.stream_interval(self._generated))
+        finish = None
         try:
-            answer = await self._http.post("/generate", generate_body(request, flight.rid))
+            async with aclosing(self._http.events(GENERATE, body)) as events:
+                async for event in events:
+                    had = len(flight.sampled)
+                    with readable_answer():
+                        finish = read_event(request, event, flight.sampled)
+                        if finish is not None:
+                            flight.ended = True
+                            self._prompted += computed_prompt_tokens(event)
+                    self._generated += len(flight.sampled) - had
         except asyncio.CancelledError:
             if flight.abandoned:
                 flight.caller.uncancel()
-                return ABORTED_UNSAMPLED
+                return FinishReason.ABORT
             # By itself the server would notice the closed connection only after seconds.
             self._background.add(task := asyncio.create_task(self._server.abort(flight.rid)))
             task.add_done_callback(self._background.discard)
             raise
-        with readable_answer():
-            generation = read_generation(request, answer)
-            self._prompted += computed_prompt_tokens(answer)
-        self._generated += len(generation.tokens_T)
-        if generation.finish is FinishReason.ABORT:
-            self._aborted += len(generation.tokens_T)
-        return generation
+        if finish is None:
+            raise EngineError("the server's answer ended before the response")
+        return finish
 
     @asynccontextmanager
     async def _updating(self, version: int) -> AsyncIterator[UpdateCheck]:

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from agenticrun_workers.inference.engine import STEP_SECONDS, EngineError, InvalidRequest
+from agenticrun_workers.inference.engine import (
+    STEP_SECONDS,
+    EngineError,
+    InvalidRequest,
+    SampledTokens,
+)
 from agenticrun_workers.inference.server_process import (
     HOST,
     UPDATE_SECONDS,
@@ -20,8 +23,9 @@ from agenticrun_workers.inference.server_process import (
     ServerSpec,
     command_line,
     find_engine,
+    raise_refusal,
 )
-from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
+from agenticrun_workers.types import FinishReason, GenerationRequest
 
 VERSIONS = "==0.5.23"
 """The version we test with.
@@ -42,6 +46,7 @@ OWNED = {
     "device": "spec.roles.inference.gpus",
     "weight_version": "AgenticRun (the policy version)",
     "skip_tokenizer_init": "AgenticRun (prompts and responses are token ids)",
+    "incremental_streaming_output": "AgenticRun (it keeps the tokens that have come)",
     "rl_on_policy_target": "AgenticRun (log-probs are of the served precision)",
     "custom_weight_loader": "AgenticRun (weights come from the trainer)",
     "api_key": "AgenticRun (only the engine's own process talks to the server)",
@@ -145,6 +150,7 @@ class SglangOptions:
             "context_length": self.max_length + 8,
             "weight_version": str(self.version),
             "skip_tokenizer_init": True,
+            "incremental_streaming_output": True,
             "skip_server_warmup": True,
             "grammar_backend": "none",
             "trust_remote_code": self.trust_remote_code,
@@ -187,12 +193,19 @@ class SglangOptions:
         return environment
 
 
+GENERATE = "/generate"
 GROUP = "agenticrun"
 SEED_BITS = 63
 
 
-def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
-    """Return the body of /generate. `rid` is the request's id in the server."""
+def generate_body(request: GenerationRequest, rid: str, interval: int) -> dict[str, Any]:
+    """Return the body of /generate.
+
+    Args:
+        request: the request.
+        rid: its id in the server.
+        interval: number of new tokens after which the server sends them.
+    """
     sampling = request.sampling
     record = (
         sampling.record_temperature
@@ -204,6 +217,7 @@ def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
         "input_ids": request.prompt_tokens.tolist(),
         "priority": request.priority,
         "return_logprob": True,
+        "stream": True,
         "sampling_params": {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -211,32 +225,44 @@ def generate_body(request: GenerationRequest, rid: str) -> dict[str, Any]:
             "top_k": sampling.top_k or -1,
             "min_p": sampling.min_p,
             "stop_token_ids": list(sampling.stop_token_ids),
-            "custom_params": {"record_temperature": record, "seed": request.seed % 2**SEED_BITS},
+            "stream_interval": interval,
+            "custom_params": {
+                "record_temperature": record,
+                "seed": request.seed % 2**SEED_BITS,
+                "sampled": request.sampled,
+            },
         },
     }
 
 
-def read_generation(request: GenerationRequest, answer: dict[str, Any]) -> Generation:
-    """Return the generation in an answer of /generate."""
-    meta = answer["meta_info"]
-    tokens = answer["output_ids"]
-    logprobs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
-    versions_T = np.full(len(tokens), -1, np.int32)
-    for span in meta.get("weight_versions") or [
-        {"version": meta["weight_version"], "start": 0, "end": len(tokens)}
-    ]:
-        versions_T[span["start"] : span["end"]] = int(span["version"])
-    finish = FinishReason(meta["finish_reason"]["type"])
-    if finish is FinishReason.LENGTH and tokens[-1] in request.sampling.stop_token_ids:
-        finish = FinishReason.STOP  # SGLang checks the length before the stop tokens
-    return Generation(
-        np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32), versions_T, finish
-    )
+def read_event(
+    request: GenerationRequest, event: Mapping[str, Any], sampled: SampledTokens
+) -> FinishReason | None:
+    """Add the new tokens of an event to those of the request. Returns how the response has ended.
+
+    Raises:
+        InvalidRequest: the server refused the request.
+        EngineError: the server failed.
+    """
+    meta = event["meta_info"]
+    # After an abort SGLang repeats tokens behind the new ones.
+    new = meta["completion_tokens"] - len(sampled)
+    logprobs = [entry[0] for entry in (meta.get("output_token_logprobs") or ())[:new]]
+    sampled.extend(event["output_ids"][:new], logprobs, meta.get("weight_versions") or ())
+    reason = meta["finish_reason"]
+    if reason is None:
+        return None
+    finish = FinishReason(reason["type"])
+    if finish is FinishReason.ABORT and (status := reason.get("status_code")) is not None:
+        raise_refusal(GENERATE, status, reason["message"])
+    if finish is FinishReason.LENGTH and sampled.tokens[-1] in request.sampling.stop_token_ids:
+        return FinishReason.STOP  # SGLang checks the length before the stop tokens
+    return finish
 
 
-def computed_prompt_tokens(answer: dict[str, Any]) -> int:
+def computed_prompt_tokens(event: Mapping[str, Any]) -> int:
     """Return the number of prompt tokens that were not in the prefix cache."""
-    meta = answer["meta_info"]
+    meta = event["meta_info"]
     return int(meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0))
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from agenticrun_workers.inference.engine import SampledTokens
 from agenticrun_workers.models.heads import split_model
 from agenticrun_workers.types import (
     FinishReason,
@@ -116,47 +117,33 @@ class RunningRequest:
     slot: int = -1
     cached: int = 0
     """Leading tokens of `context_T` whose keys and values the slot holds."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    sampled: SampledTokens = field(default_factory=SampledTokens)
 
     @property
     def context_T(self) -> IntArray:
-        return np.concatenate([self.request.prompt_tokens, np.asarray(self.tokens, np.int32)])
+        sampled_T = np.asarray(self.sampled.tokens, np.int32)
+        return np.concatenate([self.request.prompt_tokens, sampled_T])
 
     @property
     def pending(self) -> int:
         """Number of tokens to compute before the next one can be sampled."""
-        return len(self.request.prompt_tokens) + len(self.tokens) - self.cached
+        return len(self.request.prompt_tokens) + len(self.sampled) - self.cached
 
     @property
     def pending_T(self) -> IntArray:
         """The tokens to compute, without a copy of the whole context."""
         prompt = len(self.request.prompt_tokens)
-        sampled_T = np.asarray(self.tokens[max(0, self.cached - prompt) :], np.int32)
+        sampled_T = np.asarray(self.sampled.tokens[max(0, self.cached - prompt) :], np.int32)
         return np.concatenate([self.request.prompt_tokens[self.cached :], sampled_T])
 
     def restart(self) -> int:
         """Drop the sampled tokens and return their number."""
-        count = len(self.tokens)
-        self.tokens, self.logprobs, self.versions = [], [], []
+        count, self.sampled = len(self.sampled), SampledTokens()
         return count
-
-    def sampled_from(self, start: int) -> Generation | None:
-        """Return the tokens from number `start` on; None if there are none."""
-        return self._generation(start, FinishReason.ABORT) if len(self.tokens) > start else None
 
     def finish(self, reason: FinishReason) -> None:
         if not self.done.done():
-            self.done.set_result(self._generation(0, reason))
-
-    def _generation(self, start: int, reason: FinishReason) -> Generation:
-        return Generation(
-            np.asarray(self.tokens[start:], np.int32),
-            np.asarray(self.logprobs[start:], np.float32),
-            np.asarray(self.versions[start:], np.int32),
-            reason,
-        )
+            self.done.set_result(self.sampled.response(reason))
 
 
 class Caches(Protocol):
@@ -299,7 +286,7 @@ class Forward:
         last_BH = hidden_BQH[torch.arange(len(batch), device=device), (pending_B - 1).to(device)]
         seeds_B = np.array([running.request.seed for running in batch], np.uint64)
         indices_B = np.array(
-            [running.request.sampled + len(running.tokens) for running in batch], np.uint64
+            [running.request.sampled + len(running.sampled) for running in batch], np.uint64
         )
         sampling = [running.request.sampling for running in batch]
         tokens_B, logprobs_B = sample_tokens(

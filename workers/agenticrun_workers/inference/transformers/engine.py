@@ -124,7 +124,7 @@ class TransformersEngine:
         running = self._running.get(request_id)
         if running is None or self._batch_invariant or self._restart_on_update:
             return None
-        return running.sampled_from(start)
+        return running.sampled.since(start)
 
     async def abort(self, request_ids: list[str] | None = None) -> None:
         """See `InferenceEngine`."""
@@ -321,16 +321,14 @@ class TransformersEngine:
     ) -> None:
         for running, token, logprob in zip(batch, tokens, logprobs, strict=True):
             running.cached += running.pending
-            running.tokens.append(token)
-            running.logprobs.append(logprob)
-            running.versions.append(self._version)
+            running.sampled.append(token, logprob, self._version)
             self._generated += 1
             sampling = running.request.sampling
             if running.done.cancelled():
                 self._release(running, FinishReason.ABORT)
             elif token in sampling.stop_token_ids:
                 self._release(running, FinishReason.STOP)
-            elif len(running.tokens) >= sampling.max_new_tokens:
+            elif len(running.sampled) >= sampling.max_new_tokens:
                 self._release(running, FinishReason.LENGTH)
 
     def _release(self, running: RunningRequest, reason: FinishReason) -> None:
@@ -338,7 +336,7 @@ class TransformersEngine:
         if self._running.pop(running.request.request_id, None) is not None:
             self._caches.close(running)
         if reason is FinishReason.ABORT:
-            self._aborted += len(running.tokens)
+            self._aborted += len(running.sampled)
         running.finish(reason)
 
 

@@ -2,7 +2,8 @@
 
 New weights are files that the server's workers map and load while the server is paused: see
 `plugin`. Requests in flight stay in the server with the tokens they have, and the server labels
-each token with the version that sampled it.
+each token with the version that sampled it. The server sends the tokens of a request about once a
+second, which are kept here: see `LoadMeter.stream_interval`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from agenticrun_workers.inference.engine import (
     EngineStartError,
     EngineStats,
     LoadMeter,
+    SampledTokens,
 )
 from agenticrun_workers.inference.model_files import UpdateCheck, is_tied, shapes_of_model
 from agenticrun_workers.inference.server_process import (
@@ -45,8 +47,11 @@ ID_PREFIX = "generate-tokens-"
 SEED_BITS = 2**64 - 1
 ABORT_SECONDS = 0.05
 """Time after which an abort is repeated: the server drops it if the request has not arrived yet."""
-PROBE = GenerationRequest("probe", "probe", np.zeros(1, np.int32), SamplingParams(1))
-"""The first request: a healthy server may still be unable to compute."""
+PROBE = GenerationRequest("probe", "probe", np.zeros(1, np.int32), SamplingParams(2))
+"""The first request: a healthy server may still be unable to compute.
+
+The first of its two tokens comes in an event of its own.
+"""
 
 
 @dataclass
@@ -54,6 +59,10 @@ class _InFlight:
     """A request in flight."""
 
     request: GenerationRequest
+    sampled: SampledTokens = field(default_factory=SampledTokens)
+    """The tokens that have come."""
+    ended: bool = False
+    """All of them have come."""
     server_id: str = ""
     """Its id in the server; a restart gets a new one. Empty until the request is sent."""
     aborted: bool = False
@@ -123,7 +132,7 @@ class VllmEngine:
         try:
             await self._workers("sample_by_request")
             await self._label(self._version)
-            await self._http.post(GENERATE, to_vllm(PROBE, "probe"))
+            await self._check_plugin()
         except EngineError as error:
             await self.stop()
             raise EngineStartError(
@@ -155,6 +164,13 @@ class VllmEngine:
             finally:
                 del self._in_flight[request.request_id]
                 flight.done.set()
+
+    def progress(self, request_id: str, start: int) -> Generation | None:
+        """See `ReportsProgress`."""
+        flight = self._in_flight.get(request_id)
+        if flight is None or flight.ended or self._restart_on_update:
+            return None
+        return flight.sampled.since(start)
 
     async def abort(self, request_ids: list[str] | None = None) -> None:
         """See `InferenceEngine`."""
@@ -237,7 +253,7 @@ class VllmEngine:
                 await self._http.post("/pause?mode=keep", {}, seconds=STEP_SECONDS)
 
     def stats(self) -> EngineStats:
-        """See `InferenceEngine`. Counts tokens when their response is finished."""
+        """See `InferenceEngine`. Counts tokens when the server sends them."""
         running = min(len(self._in_flight), self._load.seats)
         waiting = len(self._in_flight) - running
         return EngineStats(
@@ -280,21 +296,44 @@ class VllmEngine:
         await process.stop()
         await self._http.close()
 
+    async def _check_plugin(self) -> None:
+        """Raise `EngineError` if the server cannot compute, or runs without `plugin.register`."""
+        probe = _InFlight(PROBE, server_id="probe")
+        await self._collect(probe)
+        if min(probe.sampled.versions) < 0:
+            raise EngineError(
+                "AgenticRun's plug-in is not loaded: is the environment variable VLLM_PLUGINS set?"
+            )
+
     async def _sample(self, flight: _InFlight) -> Generation:
         """Sample a response. New weights may restart it."""
         while True:
-            flight.restarts = False
+            flight.restarts = flight.ended = False
+            flight.sampled = SampledTokens()
             flight.server_id = str(self._sent)
             self._sent += 1
-            answer = await self._http.post(GENERATE, to_vllm(flight.request, flight.server_id))
-            with readable_answer():
-                generation = from_vllm(answer)
+            finish = await self._collect(flight)
             self._prompted += len(flight.request.prompt_tokens)
-            self._generated += len(generation.tokens_T)
-            if generation.finish is FinishReason.ABORT:
-                self._aborted += len(generation.tokens_T)
-            if generation.finish is not FinishReason.ABORT or flight.aborted or not flight.restarts:
-                return generation
+            if finish is FinishReason.ABORT:
+                self._aborted += len(flight.sampled)
+            if finish is not FinishReason.ABORT or flight.aborted or not flight.restarts:
+                return flight.sampled.response(finish)
+
+    async def _collect(self, flight: _InFlight) -> FinishReason:
+        """Send a request and collect its tokens until it ends."""
+        interval = self._load.stream_interval(self._generated)
+        body = to_vllm(flight.request, flight.server_id, interval)
+        finish = None
+        async with contextlib.aclosing(self._http.events(GENERATE, body)) as events:
+            async for event in events:
+                had = len(flight.sampled)
+                with readable_answer():
+                    finish = read_event(event, flight.sampled)
+                flight.ended = finish is not None
+                self._generated += len(flight.sampled) - had
+        if finish is None:
+            raise EngineError("the server's answer ended before the response")
+        return finish
 
     @contextlib.asynccontextmanager
     async def _updating(self, version: int) -> AsyncIterator[UpdateCheck]:
@@ -379,13 +418,20 @@ def _values(lines: list[str], metric: str) -> list[float]:
     return found
 
 
-def to_vllm(request: GenerationRequest, server_id: str) -> dict[str, Any]:
-    """Return the JSON body of a request, with an id of ours."""
+def to_vllm(request: GenerationRequest, server_id: str, interval: int) -> dict[str, Any]:
+    """Return the JSON body of a request.
+
+    Args:
+        request: the request.
+        server_id: its id in the server.
+        interval: number of new tokens after which the server sends them.
+    """
     sampling = request.sampling
     return {
         "request_id": server_id,
         "token_ids": request.prompt_tokens.tolist(),
         "priority": request.priority,
+        "stream": True,
         "sampling_params": {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -396,22 +442,22 @@ def to_vllm(request: GenerationRequest, server_id: str) -> dict[str, Any]:
             "ignore_eos": True,
             "logprobs": 0,
             "detokenize": False,
+            "stream_interval": interval,
             "extra_args": {
                 "seed": request.seed & SEED_BITS,
+                "sampled": request.sampled,
                 "record_temperature": sampling.record_temperature or sampling.temperature or 1.0,
             },
         },
     }
 
 
-def from_vllm(answer: Mapping[str, Any]) -> Generation:
-    """Return the generation in an answer. Versions are the labels of `/update_weight_version`."""
-    choice = answer["choices"][0]
-    tokens_T = np.asarray(choice["token_ids"], np.int32)
-    logprobs_T = np.asarray(
-        [token["logprob"] for token in choice["logprobs"]["content"]], np.float32
-    )
-    versions_T = np.full(len(tokens_T), -1, np.int32)
-    for span in choice["weight_versions"] or []:
-        versions_T[span["start"] : span["end"]] = int(span["version"])
-    return Generation(tokens_T, logprobs_T, versions_T, FinishReason(choice["finish_reason"]))
+def read_event(event: Mapping[str, Any], sampled: SampledTokens) -> FinishReason | None:
+    """Add the new tokens of an event to those of the request. Returns how the response has ended.
+
+    Versions are the labels of `/update_weight_version`.
+    """
+    choice = event["choices"][0]
+    logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+    sampled.extend(choice["token_ids"], logprobs, choice["weight_versions"] or ())
+    return FinishReason(choice["finish_reason"]) if choice["finish_reason"] else None

@@ -31,6 +31,12 @@ def register() -> None:
         sampler.sample_from_probs,
         HookType.REPLACE,
     )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler_components.output_streamer"
+        "._GenerationStreamAccumulator.accept",
+        sampler.accept,
+        HookType.AROUND,
+    )
     HookRegistry.register(f"{updater}.init_weights_update_group", broadcast.join, HookType.REPLACE)
     HookRegistry.register(
         f"{updater}.receive_weights_from_distributed", broadcast.receive, HookType.REPLACE

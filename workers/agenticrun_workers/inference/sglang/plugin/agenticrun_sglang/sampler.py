@@ -18,6 +18,7 @@ import torch
 from agenticrun_draws import uniforms
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils.weight_versions import compute_weight_version_spans
 from torch import Tensor
 
 
@@ -39,7 +40,11 @@ class RequestBatch(SamplingBatchInfo):  # type: ignore[misc]
     seeds: Tensor = dataclasses.field(default_factory=_empty)
     """int64 [B]."""
     first_positions: Tensor = dataclasses.field(default_factory=_empty)
-    """Position of the prompt's last token, from which the first token is sampled, int64 [B]."""
+    """Position from which the response's first token was sampled, int64 [B].
+
+    It is that of the prompt's last token, or before it if the prompt ends with tokens that another
+    engine sampled for this response (`sampled`).
+    """
 
     @classmethod
     def from_schedule_batch(cls, batch: Any, vocab_size: int) -> RequestBatch:
@@ -56,7 +61,11 @@ class RequestBatch(SamplingBatchInfo):  # type: ignore[misc]
         ).view(-1, 1)
         info.seeds = torch.tensor([given.get("seed", 0) for given in own], dtype=torch.int64)
         info.first_positions = torch.tensor(
-            [len(request.origin_input_ids) - 1 for request in batch.reqs], dtype=torch.int64
+            [
+                len(request.origin_input_ids) - 1 - given.get("sampled", 0)
+                for request, given in zip(batch.reqs, own, strict=True)
+            ],
+            dtype=torch.int64,
         )
         return info
 
@@ -141,3 +150,15 @@ def ends(request: Any, new_accepted_tokens: list[int]) -> bool:
             request.finished_len = len(request.output_ids) - len(new_accepted_tokens) + number + 1
             return True
     return False
+
+
+def accept(original: Any, events: Any, *, req: Any) -> None:
+    """Wrap `_GenerationStreamAccumulator.accept`, which puts a request into the next events.
+
+    Add the versions of the tokens. SGLang sends them in a request's last event only.
+    """
+    original(events, req=req)
+    if events.weight_versions and events.weight_versions[-1] is None:
+        events.weight_versions[-1] = compute_weight_version_spans(
+            req.weight_version_events, events.current_weight_version, len(req.output_ids)
+        )

@@ -30,6 +30,8 @@ class _Row(NamedTuple):
     """The `sampling_params.extra_args` of a request in the batch."""
 
     seed: int
+    sampled: int
+    """Tokens at the end of the prompt that another engine sampled for this response."""
     record_temperature: float
     outputs: list[int]
     """The server's own list of the tokens sampled so far. It grows."""
@@ -39,7 +41,8 @@ def _row(params: SamplingParams, outputs: list[int]) -> _Row:
     """Return the arguments of a request. Those of other clients get defaults, a random seed too."""
     arguments = params.extra_args or {}
     seed = arguments["seed"] if "seed" in arguments else secrets.randbits(64)
-    return _Row(seed, arguments.get("record_temperature") or params.temperature or 1.0, outputs)
+    record_temperature = arguments.get("record_temperature") or params.temperature or 1.0
+    return _Row(seed, arguments.get("sampled", 0), record_temperature, outputs)
 
 
 class RequestArguments(LogitsProcessor):  # type: ignore[misc]
@@ -72,7 +75,7 @@ class RequestArguments(LogitsProcessor):  # type: ignore[misc]
         """
         rows = [self._rows[row] for row in range(count)]
         seeds_B = np.array([row.seed for row in rows], np.uint64)
-        indices_B = np.array([len(row.outputs) for row in rows], np.uint64)
+        indices_B = np.array([row.sampled + len(row.outputs) for row in rows], np.uint64)
         return torch.from_numpy(uniforms(seeds_B, indices_B)[:, None])
 
     def record_temperatures(self, count: int) -> Tensor:
