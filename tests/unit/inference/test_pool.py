@@ -149,6 +149,21 @@ async def test_a_frozen_engine_does_not_hold_up_the_statistics(
     assert list(await asyncio.wait_for(started.pool.stats(), 10)) == ["engine-1"]
 
 
+async def test_an_engine_that_did_not_load_the_weights_is_asked_no_more(started: World) -> None:
+    """Ray ends its process some time later, and until then it answers with the old weights."""
+
+    async def lost(version: int) -> None:
+        raise ActorDied("the copy of the weights on its node is lost")
+
+    started.engines[1].load = lost
+    report = await asyncio.wait_for(started.pool.update_weights(started.weights, 4), 20)
+    assert list(report.failed) == ["engine-1"]
+    assert started.seen == list(started.pool.engines) == ["engine-0"]
+    assert started.pool.joining == 1
+    await started.until_serving("engine-0", "engine-2")
+    assert started.engines[2].version == 4
+
+
 async def test_an_engine_that_does_not_answer_is_waited_for_once(
     started: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,8 @@ class EnginePool:
     ) -> SyncReport:
         """Load the trainers' weights into every engine. Engines that fail to are replaced.
 
+        Nobody asks them from then on: one that still answers has the old weights.
+
         Args:
             weights: how weights travel from the trainers to the engines.
             version: policy version of the weights.
@@ -191,6 +193,11 @@ class EnginePool:
         for engine_id, error in report.failed.items():
             log.warning("%s did not load version %d: %s", engine_id, version, error)
             receivers[engine_id].handle.kill()
+        if report.failed:
+            for slot in self._slots:
+                if slot.engine_id in report.failed:
+                    self._forget(slot)
+            await self._on_change(dict(self.engines))
         if len(report.failed) < len(receivers):
             self._deaths = 0
         return report
@@ -275,7 +282,7 @@ class EnginePool:
             raise
         self.engines[engine_id] = handle
         slot.engine_id = engine_id
-        self._keep(slot, partial(self._watch, slot, death))
+        self._keep(slot, partial(self._watch, slot, engine_id, death))
         await self._on_change(dict(self.engines))
 
     @asynccontextmanager
@@ -310,21 +317,26 @@ class EnginePool:
             raise
         return death
 
-    async def _watch(self, slot: _Slot, death: asyncio.Task[Exception]) -> None:
+    async def _watch(self, slot: _Slot, engine_id: str, death: asyncio.Task[Exception]) -> None:
         """Replace an engine when it dies.
 
         Raises:
             RolloutFailed: too many engines died in a row.
         """
         try:
-            log.warning("%s died and is replaced: %s", slot.engine_id, await death)
+            log.warning("%s died and is replaced: %s", engine_id, await death)
         finally:
             death.cancel()
-        engine_id, slot.engine_id = slot.engine_id, ""
-        del self.engines[engine_id], self._receivers[engine_id]
+        self._forget(slot)
         await self._on_change(dict(self.engines))
         self._count_death(engine_id, death.result())
         await self._serve(slot)
+
+    def _forget(self, slot: _Slot) -> None:
+        """Let nobody ask the engine of a slot any more, if it has one."""
+        if slot.engine_id:
+            del self.engines[slot.engine_id], self._receivers[slot.engine_id]
+            slot.engine_id = ""
 
     async def _serve(self, slot: _Slot) -> None:
         """Start an engine in a slot, also if the first ones die before they serve.
