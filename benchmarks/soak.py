@@ -14,10 +14,11 @@ which change hands whenever another process begins or ends.
 
 **The test.** The first third of the time is warm-up: allocators and caches fill. A line is fitted
 to the rest (`trend`). `growth` is its rise from the first to the last sample; `noise` is three
-standard deviations of the samples around it, and at least the `RESOLUTION`. For memory it includes
-`REPLACEMENT_MB` for each fault after the warm-up: on 2026-11-23 the store grew by 0.2 MB with each
-process that was replaced, the env worker by 0.1, and neither with time. A series grows if `growth`
-is above `noise`; then the exit status is 1.
+standard deviations of the samples around it, and at least the `RESOLUTION`. For the memory of the
+store and the env worker it includes `REPLACEMENT_MB` for each fault after the warm-up: on
+2026-11-23 the store grew by 0.2 MB with each process that was replaced, the env worker by 0.1, and
+neither with time; the others stayed within the noise. A series grows if `growth` is above `noise`;
+then the exit status is 1.
 
 Figures: `growth` and `noise` of each series in its unit (MB for memory); `faults`, `replaced`,
 `steps`; `slowest_step_seconds` from step to step, the time to notice a stopped process included;
@@ -62,7 +63,8 @@ RESOLUTION = {"memory": 1.0, "threads": 1.0, "files": 1.0, "tasks": 1.0, "proces
 """Growth below it is never a finding. An allocator takes memory in pieces of up to 1 MB."""
 
 REPLACEMENT_MB = 0.3
-"""Memory that a process may keep for each other one that was replaced."""
+"""Memory that a process of `CALLED_BY_MANY` may keep for each other one that was replaced."""
+CALLED_BY_MANY = ("TrajectoryStore_memory", "EnvWorker_memory")
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -262,7 +264,7 @@ def judge(soak: Soak) -> dict[str, Trend]:
         times, values = zip(*warm, strict=True)
         kind = name.rpartition("_")[2]
         found = trend(times, values, RESOLUTION[kind])
-        if kind == "memory":
+        if name in CALLED_BY_MANY:
             replaced = sum(times[0] < when < times[-1] for when, _, _ in soak.faults)
             found = replace(found, noise=found.noise + REPLACEMENT_MB * replaced)
         trends[name] = found

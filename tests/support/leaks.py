@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,16 +20,18 @@ EXECUTOR = "asyncio_"
 """Names of the threads of the event loop's own executor, which it keeps until it is closed."""
 
 
-def _open_files() -> list[str]:
-    """What the file descriptors of this process are, with numbers left out."""
+def _open_files() -> Counter[str]:
+    """What the file descriptors of this process are, with numbers of sockets and pipes left out."""
     files = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            files.append(os.readlink(descriptor))
-    return files
+            files.append(os.readlink(descriptor).partition(":[")[0])
+    return Counter(files)
 
 
-def _left(tasks: set[object], threads: set[int | None], files: int, references: int) -> list[str]:
+def _left(
+    tasks: set[object], threads: set[int | None], files: Counter[str], references: int
+) -> list[str]:
     gc.collect()
     left = [repr(task) for task in asyncio.all_tasks() if task not in tasks]
     left += [
@@ -36,8 +39,8 @@ def _left(tasks: set[object], threads: set[int | None], files: int, references: 
         for each in threading.enumerate()
         if each.ident not in threads and not each.name.startswith(EXECUTOR)
     ]
-    if len(now := _open_files()) > files:
-        left.append(f"{len(now) - files} more open files: {sorted(now)}")
+    if more := _open_files() - files:
+        left.append(f"more open files: {dict(more)}")
     if (held := _references()) > references:
         left.append(f"{held - references} more Ray references")
     return left
@@ -51,15 +54,18 @@ def _references() -> int:
 
 
 @asynccontextmanager
-async def nothing_left_behind(seconds: float = 20) -> AsyncIterator[None]:
+async def nothing_left_behind(seconds: float = 20, *, connections: int = 0) -> AsyncIterator[None]:
     """Fail if the `with` block leaves more tasks, threads, files or Ray references than it found.
 
-    What is just ending has some seconds to end.
+    Args:
+        seconds: what is just ending has so long to end.
+        connections: sockets that may stay, because Ray opens them once in each process.
     """
     gc.collect()
     tasks: set[object] = set(asyncio.all_tasks())
     threads = {each.ident for each in threading.enumerate()}
-    files, references = len(_open_files()), _references()
+    files, references = _open_files(), _references()
+    files["socket"] += connections
     yield
     left: list[str] = []
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from agenticrun_workers.driver.actors import _until_death
+from agenticrun_api import Role, parse_run
+from agenticrun_workers.driver.actors import RunActors, _until_death
 from agenticrun_workers.launch import ActorUnavailable
 from agenticrun_workers.launch.liveness import FROZEN_POLLS, POLL_SECONDS
+from agenticrun_workers.models.source import TokenizerCorpus
+from agenticrun_workers.placement import Placement
 from rollout_fakes import Remote
+from runs import run_with
 from virtual_clock import on_virtual_clock
 
 LIMIT = FROZEN_POLLS * POLL_SECONDS
@@ -33,3 +40,43 @@ def test_a_store_may_take_any_time_to_start_and_is_given_up_when_it_freezes_late
         return asyncio.get_running_loop().time()
 
     assert froze < on_virtual_clock(watch()) <= froze + LIMIT + POLL_SECONDS
+
+
+async def test_nobody_keeps_the_handle_of_an_env_worker_that_is_gone() -> None:
+    class Worker:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        async def placement(self) -> Placement:
+            return Placement(f"w{self.number}", Role.ENV, "node", f"pod-{self.number}", 1)
+
+        async def describe(self) -> TokenizerCorpus:
+            return TokenizerCorpus((), ())
+
+        async def setup(self, source: object) -> None: ...
+
+    class Launcher:
+        started = 0
+
+        def start(self, *_: Any, **__: Any) -> Any:
+            self.started += 1
+            return Remote(Worker(self.started))
+
+        def put(self, value: Any) -> Any:
+            raise AssertionError
+
+        def offers(self, node_id: str) -> tuple[str, ...]:
+            return (Role.ENV.value,)
+
+    actors = RunActors(parse_run(run_with()), Launcher())
+    source: Any = SimpleNamespace(tokenizer=lambda: None)
+    actors._source.set_result(source)
+    handles: list[Any] = [await actors._spawn_env_worker() for _ in range(3)]
+    assert (len(actors._actors), len(actors._places)) == (3, 3)
+    del handles[:2]
+    await asyncio.sleep(0)
+    gc.collect()
+    assert (list(actors._actors), list(actors._places)) == (handles, handles)
+    assert actors._vacant(Role.ENV, handles) == ["pod-1", "pod-2"]
+    await actors.stop()
+    assert handles[0].killed

@@ -123,7 +123,7 @@ class Run:
             validator=Validator(self.backend, self.pipeline),
             warmup=self,  # type: ignore[arg-type]
             discard=self.discard,
-            store_metrics=self.store_metrics,
+            actor_metrics=self.actor_metrics,
             checkpoints=self.store,
             trackers=[self],
             samples=SampleWriter(folder, Tracking(), self.pipeline),
@@ -191,7 +191,7 @@ class Run:
         (Path(folder) / "rank-0").touch()
         self.events.append(f"save {Path(folder).parent.name}")
 
-    async def store_metrics(self) -> Metrics:
+    async def actor_metrics(self) -> Metrics:
         return {"rollout/spilled_trajectories": 0.0}
 
     async def discard(self, results: list[EpisodeResult]) -> None:

@@ -425,6 +425,28 @@ async def test_the_wait_for_an_engine_that_does_not_answer_counts_for_no_other(
     assert found["rollout/utilization"] == pytest.approx(1)
 
 
+async def test_engines_that_are_gone_are_forgotten_and_the_whole_stays_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    stats: dict[str, EngineStats] = {}
+
+    async def read() -> dict[str, EngineStats]:
+        return dict(stats)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    measured = EngineTime(read, lambda: 0.0, lambda: 2)
+    for step in range(100):  # each engine dies after a step
+        now += 10.0
+        stats.clear()
+        stats[f"engine-{step}"] = engine_stats(0, 10.0, seat_seconds=10.0)
+        found = await measured.metrics()
+        if step:
+            assert found["rollout/utilization"] == pytest.approx(0.5)
+            assert found["rollout/idle/lost"] == pytest.approx(0.5)
+    assert max(len(measured._newest), len(measured._told), len(measured._old_seats)) < 10
+
+
 def test_a_snapshot_holds_the_most_telling_metrics_and_nothing_that_the_api_refuses() -> None:
     many = {f"time/phase{i}": 1.0 for i in range(100)}
     shown = headline_metrics(

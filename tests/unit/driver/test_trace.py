@@ -14,7 +14,7 @@ from agenticrun_workers.driver import trace
 from agenticrun_workers.driver.trace import TraceSession
 from agenticrun_workers.launch import ActorHandle
 from agenticrun_workers.reporting.run_folder import TraceRequest, ask_for_trace, trace_requests
-from agenticrun_workers.reporting.trace_file import Trace
+from agenticrun_workers.reporting.trace_file import Alignment, Trace
 from agenticrun_workers.tracing import ClockReading, Recorder, Recording, read_clock, span
 from rollout_fakes import Remote
 from traces import durations, processes, read_trace
@@ -209,6 +209,30 @@ async def test_training_goes_on_when_the_trace_cannot_be_written(
     assert request.failure.read_text() == "OSError: no space left on device"
     assert "no space left on device" in caplog.text
     await run.session.close()
+
+
+@pytest.mark.parametrize("withdrawn", [True, False])
+async def test_training_goes_on_when_the_trace_cannot_be_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, withdrawn: bool
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("no clock")
+
+    monkeypatch.setattr(trace, "WATCH_SECONDS", 0.01)
+    run = Run(tmp_path)
+    request = run.ask("a", 100 if withdrawn else 1)
+    await run.session.between_steps(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Alignment, "of", broken)
+        if withdrawn:
+            request.withdraw()
+            await eventually_in_loop(lambda: run.session._session is None, 30, "the end")
+        await run.step()
+    assert request.failure.read_text() == "ZeroDivisionError: no clock"
+    later = run.ask("b", 1)
+    while later.file.exists():
+        await run.step()
+    assert steps_of(await run.written(later))[1] == 1
 
 
 async def test_a_request_that_is_no_number_is_ignored(tmp_path: Path) -> None:

@@ -149,6 +149,101 @@ async def test_a_frozen_engine_does_not_hold_up_the_statistics(
     assert list(await asyncio.wait_for(started.pool.stats(), 10)) == ["engine-1"]
 
 
+async def test_an_engine_that_did_not_load_the_weights_is_asked_no_more(started: World) -> None:
+    """Ray ends its process some time later, and until then it answers with the old weights."""
+
+    async def lost(version: int) -> None:
+        raise ActorDied("the copy of the weights on its node is lost")
+
+    started.engines[1].load = lost
+    report = await asyncio.wait_for(started.pool.update_weights(started.weights, 4), 20)
+    assert list(report.failed) == ["engine-1"]
+    assert started.seen == list(started.pool.engines) == ["engine-0"]
+    assert started.pool.joining == 1
+    await started.until_serving("engine-0", "engine-2")
+    assert started.engines[2].version == 4
+
+
+async def test_an_engine_that_does_not_answer_is_waited_for_once(
+    started: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step reads the statistics three times."""
+    monkeypatch.setattr(liveness, "FROZEN_POLLS", 1000)
+    monkeypatch.setattr(pool_module, "STATS_SECONDS", 0.1)
+    answers, asked = asyncio.Event(), 0
+
+    async def slow() -> str:
+        nonlocal asked
+        asked += 1
+        await answers.wait()
+        return "late"
+
+    monkeypatch.setattr(started.engines[0], "stats", slow)
+    assert list(await asyncio.wait_for(started.pool.stats(), 10)) == ["engine-1"]
+    monkeypatch.setattr(pool_module, "STATS_SECONDS", 1000.0)
+    for _ in range(2):
+        assert list(await asyncio.wait_for(started.pool.stats(), 10)) == ["engine-1"]
+    assert asked == 1
+    answers.set()
+    await eventually_in_loop(lambda: started.pool._asked["engine-0"].done(), 20, "it has answered")
+    assert list(await asyncio.wait_for(started.pool.stats(), 10)) == ["engine-1"]
+    assert list(await asyncio.wait_for(started.pool.stats(), 10)) == ["engine-0", "engine-1"]
+    assert asked == 2
+
+
+async def test_engines_fall_asleep_though_a_replacement_finds_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = World()
+    await started.pool.start()
+    searching = asyncio.Event()
+    spawn = started.pool._spawn
+
+    async def no_place(engine_id: str, slot: int) -> Any:
+        searching.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(started.pool, "_spawn", no_place)
+    started.handles[0].kill()
+    await asyncio.wait_for(searching.wait(), 20)
+    await asyncio.wait_for(started.pool.sleep(), 20)
+    monkeypatch.setattr(started.pool, "_spawn", spawn)
+    await started.pool.wake()
+    await started.pool.stop()
+
+
+async def test_engines_that_start_on_the_devices_end_that_before_they_sleep() -> None:
+    goes_on, starts = asyncio.Event(), asyncio.Event()
+    started: list[int] = []
+
+    async def start(engine: Any, slot: int) -> None:
+        if len(world.handles) > 2:
+            starts.set()
+            await goes_on.wait()
+        started.append(slot)
+
+    world = World()
+    world.pool = EnginePool(world._spawn, 2, world._changed, start)
+    await world.pool.start()
+    world.handles[0].kill()
+    await asyncio.wait_for(starts.wait(), 20)
+    sleeping = asyncio.create_task(world.pool.sleep())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not sleeping.done()
+    goes_on.set()
+    await asyncio.wait_for(sleeping, 20)
+    assert sorted(started) == [0, 0, 1]
+    world.handles[1].kill()
+    await eventually_in_loop(lambda: len(world.handles) == 4, 20, "it has a place")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(started) == 3, "the trainers have the devices"
+    await world.pool.wake()
+    await world.until_serving("engine-2", "engine-3")
+    await world.pool.stop()
+
+
 async def test_a_frozen_engine_does_not_hold_up_a_handover(started: World) -> None:
     started.engines[0].frozen = True
     await asyncio.wait_for(started.pool.sleep(), 20)

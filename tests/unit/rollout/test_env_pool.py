@@ -198,6 +198,104 @@ async def test_an_aborted_group_does_not_run_again_when_its_worker_dies() -> Non
     await world.pool.stop()
 
 
+async def test_an_abort_while_the_stores_hear_of_a_death_is_not_lost() -> None:
+    """The tasks of a worker that is gone belong to no worker until the stores refuse it."""
+    asked, heard = asyncio.Event(), asyncio.Event()
+
+    class SlowStore(TrajectoryStore):
+        async def refuse(self, worker: int) -> None:
+            asked.set()
+            await heard.wait()
+
+    world = Elastic(1, held=True)
+    playing = await world.play(2)
+    await world.pool.set_endpoints({}, [Remote(SlowStore())])
+    world.workers[0].die()
+    await asyncio.wait_for(asked.wait(), 20)
+    world.pool.abort(1)
+    heard.set()
+    await world.until_played(6)
+    world.released.set()
+    results = await asyncio.wait_for(asyncio.gather(*playing), 20)
+    assert [r.stop_reason for r in results] == [StopReason.COMPLETED] * 2 + [StopReason.ABORTED] * 2
+    assert [group for _, group in world.played[4:]] == [0, 0], "an aborted group runs again"
+    assert world.pool.lost_episodes == 4
+    await world.pool.stop()
+
+
+async def test_a_failure_also_ends_the_tasks_of_a_worker_that_is_just_gone() -> None:
+    asked = asyncio.Event()
+
+    class SilentStore(TrajectoryStore):
+        async def refuse(self, worker: int) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+    class Failing(MortalWorker):
+        async def collect(self) -> bytes:
+            await asked.wait()
+            raise ZeroDivisionError("a mistake of ours")
+
+    made: list[MortalWorker] = []
+
+    async def spawn() -> Remote:
+        made.append((Failing if made else MortalWorker)(lambda task: False))
+        return Remote(made[-1])
+
+    pool = EnvPool(spawn, 2)
+    await pool.start()
+    await pool.set_endpoints({}, [Remote(SilentStore())])
+    playing = asyncio.create_task(pool.run(episode(0)))
+    await asyncio.sleep(0)
+    made[0].die()
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(playing, 20)
+    await pool.stop()
+
+
+async def test_an_abort_does_not_overtake_its_episode() -> None:
+    """Ray promises no order: a worker ignores the abort of an episode that it does not know."""
+    calls: list[str] = []
+    came = asyncio.Event()
+
+    class SlowToHear(MortalWorker):
+        async def submit(self, tasks: bytes) -> None:
+            await came.wait()
+            calls.append("submit")
+
+        async def abort(self, episodes: Any) -> None:
+            calls.append("abort")
+            self._outbox.put(result(0, stop=StopReason.ABORTED))
+
+    async def spawn() -> Remote:
+        return Remote(SlowToHear(lambda task: False))
+
+    pool = EnvPool(spawn, 1)
+    await pool.start()
+    playing = asyncio.create_task(pool.run(episode(0)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    pool.abort(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    came.set()
+    await asyncio.wait_for(playing, 20)
+    assert calls == ["submit", "abort"]
+    await pool.stop()
+
+
+async def test_an_episode_that_is_aborted_before_it_is_sent_is_not_sent() -> None:
+    world = Elastic(1)
+    await world.pool.start()
+    playing = [asyncio.create_task(world.pool.run(task)) for task in groups(2)]
+    asyncio.get_running_loop().call_soon(world.pool.abort, 1)
+    results = await asyncio.wait_for(asyncio.gather(*playing), 20)
+    assert [r.stop_reason for r in results] == [StopReason.COMPLETED] * 2 + [StopReason.ABORTED] * 2
+    assert world.played == [(0, 0), (0, 0)]
+    assert world.pool._workers[0].episodes == 0
+    await world.pool.stop()
+
+
 async def test_a_group_that_was_given_up_is_a_suspect_when_it_is_rerolled() -> None:
     world = World(lambda task: task.key.group == 1, 1)
     again = [episode(1, attempt=attempt) for attempt in (1, 2)]
@@ -469,6 +567,7 @@ async def test_a_worker_that_leaves_gets_no_new_group_and_ends_with_its_last() -
     await eventually_in_loop(lambda: world.settled, 20, "it has left")
     assert [handle.killed for handle in world.handles] == [False, True]
     assert len(world.played) == 8, "no episode was played twice"
+    assert world.pool.lost_episodes == 0
     await world.pool.stop()
 
 
@@ -484,6 +583,7 @@ async def test_others_play_the_groups_of_a_worker_that_takes_too_long_to_leave(
     await world.until_played(6)
     world.released.set()
     assert reasons(await asyncio.gather(*playing)) == {StopReason.COMPLETED}
+    assert world.pool.lost_episodes == 2
     with pytest.raises(PermissionError):
         await store.put(pack([]), 2)
     await world.pool.stop()

@@ -50,7 +50,9 @@ async def _process_ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     engines: set[FakeEngine] = set()
     isolations: set[Isolation] = set()
     envs: list[IsolatedEnv] = []
+    workers: list[EnvWorker] = []
     requests_address, start = FakeEngine.requests_address, Isolation.start
+    setup = EnvWorker.setup
 
     async def noted_address(engine: FakeEngine) -> Address:
         engines.add(engine)
@@ -61,11 +63,20 @@ async def _process_ends(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
         envs.append(await start(isolation))
         return envs[-1]
 
+    async def noted_setup(worker: EnvWorker, source: TokenizerSource) -> None:
+        workers.append(worker)
+        await setup(worker, source)
+
+    monkeypatch.setattr(EnvWorker, "setup", noted_setup)
     monkeypatch.setattr(FakeEngine, "requests_address", noted_address)
     monkeypatch.setattr(Isolation, "start", noted_start)
     thresholds = gc.get_threshold()
     yield
     gc.set_threshold(*thresholds)
+    tasks = [task for worker in workers for task in worker._tasks]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     for env in envs:
         env.end()
     for isolation in isolations:
@@ -185,6 +196,40 @@ async def test_calls_that_overtake_each_other_change_nothing(tmp_path: Path) -> 
         results += unpack(await asyncio.wait_for(worker.collect(), 60))
     assert [result.stop_reason for result in results] == ["max_turns"] * 2
     assert await world.store.size() == 2
+
+
+async def test_an_episode_that_is_aborted_before_its_first_step_has_a_result(
+    tmp_path: Path,
+) -> None:
+    """Both calls may arrive together, and a task that is cancelled before it began never runs."""
+    world = World(pipeline(), tmp_path)
+    worker = await world.spawn()
+    await worker.set_endpoints(
+        Endpoints(1, {"engine-0": Remote(world.engine)}, [Remote(world.store)])
+    )
+    await worker.submit(pack(members()))
+    await worker.abort([(episode(1).key, 0)])
+    results: list[EpisodeResult] = []
+    async with asyncio.timeout(60):
+        while len(results) < 2:
+            results += unpack(await worker.collect())
+    assert {r.key.member: r.stop_reason for r in results} == {0: "max_turns", 1: "aborted"}
+    assert not worker._running
+
+
+async def test_full_memory_does_not_make_a_worker_look_for_garbage_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To look at all objects blocks the event loop, and memory stays full for long."""
+    searches: list[float] = []
+    clock = [0.0]
+    worker = await World(pipeline(), tmp_path).spawn()
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.get_running_loop(), "time", lambda: clock[0])
+        patch.setattr(gc, "collect", lambda: searches.append(clock[0]))
+        for clock[0] in range(30):
+            worker._make_room()
+    assert searches == [0, 10, 20]
 
 
 async def test_what_goes_wrong_in_the_worker_itself_is_told_to_who_collects(tmp_path: Path) -> None:

@@ -160,3 +160,31 @@ def test_a_trajectory_travels_in_little_more_than_its_arrays_and_the_driver_gets
     arrays = 8 * 512 * 4 * 4
     assert len(pack([played])) < 1.2 * arrays
     assert len(pack([EpisodeResult.of(played)])) < 1000
+
+
+def test_a_trajectory_of_500_tokens_travels_in_less_than_4800_bytes() -> None:
+    """A token of a prompt takes 4 bytes; a sampled one 12, with its log-prob and its version."""
+    rng, prompt, response = np.random.default_rng(0), 70, 30
+
+    def turn() -> Turn:
+        return Turn(
+            rng.integers(0, 150_000, prompt).astype(np.int32),
+            rng.integers(0, 150_000, response).astype(np.int32),
+            -rng.random(response, np.float32),
+            np.full(response, 3, np.int32),
+            1.0,
+            state=rng.bytes(32),
+            engine="engine-1",
+        )
+
+    trajectories = [
+        Trajectory(
+            EpisodeKey(Stream.TRAIN, 1, member),
+            "Lake",
+            tuple(turn() for _ in range(5)),
+            StopReason.COMPLETED,
+        )
+        for member in range(8)
+    ]
+    assert sum(each.num_tokens for each in trajectories) == 8 * 500
+    assert len(pack(trajectories)) / 8 < 4800

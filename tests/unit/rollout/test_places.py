@@ -90,6 +90,19 @@ def test_what_can_be_made_again_is_freed_before_episodes_wait() -> None:
     assert (worker.most, worker.rooms, sum(worker.waited.values())) == (4, 1, 0.0)
 
 
+def test_memory_that_cannot_be_read_counts_as_free_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def vanished(_: Worker) -> int:
+        raise FileNotFoundError("no memory.current")
+
+    worker = Worker(4, vanished)
+    on_virtual_clock(worker.run_all([5.0] * 8))
+    assert (worker.most, worker.rooms) == (4, 0)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "cannot be read: no memory.current" in said
+
+
 def test_without_a_limit_memory_is_not_looked_at() -> None:
     def never(_: Worker) -> int:
         raise AssertionError

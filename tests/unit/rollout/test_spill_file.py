@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agenticrun_workers.launch.liveness import NoAnswer
 from agenticrun_workers.rollout import spill_file
-from agenticrun_workers.rollout.spill_file import Block, DamagedBlock, SpillFile
+from agenticrun_workers.rollout.spill_file import Block, DamagedBlock, HungDisk, SpillFile
 from waiting import eventually_in_loop
 
 FULL = Path("/dev/full")
@@ -133,3 +134,38 @@ async def test_a_write_whose_caller_is_cancelled_keeps_its_file_open_until_it_en
     goes_on.set()
     await eventually_in_loop(lambda: not file.segments, 60, "the segment is closed")
     assert open_then == [6]
+
+
+async def test_a_disk_that_hangs_is_not_waited_for_and_works_again_when_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, begun = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    file = SpillFile(tmp_path)
+    old = await file.write(b"before")
+
+    def hangs(*_: object) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        goes_on.wait(60)
+
+    async def never(_: object) -> None:
+        await begun.wait()
+        raise NoAnswer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spill_file, "_write", hangs)
+        patch.setattr(spill_file, "answered", never)
+        with pytest.raises(HungDisk, match="the disk has not answered for 60 s"):
+            await file.write(b"never")
+        patch.setattr(spill_file, "_read", hangs)
+        with pytest.raises(HungDisk):
+            await file.read(old)
+    with pytest.raises(HungDisk):
+        await file.write(b"not tried: it would keep another thread")
+    goes_on.set()
+    await eventually_in_loop(lambda: not file._late, 60, "the disk answers")
+    new = await file.write(b"after")
+    assert [await file.read(block) for block in (old, new)] == [b"before", b"after"]
+    for block in (old, new):
+        file.free(block)
+    await eventually_in_loop(lambda: file.segments <= 1, 60, "the segments are closed")

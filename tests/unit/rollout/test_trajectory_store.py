@@ -116,11 +116,23 @@ async def test_what_comes_while_memory_is_full_is_spilled_counted_and_said_once(
     assert (await store.use()).spilled_trajectories == 2, "there is room again"
 
 
-async def test_without_a_disk_trajectories_stay_in_memory_and_that_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (spill_file._hung(), "the disk has not answered for 60 s"),
+    ],
+    ids=["full", "hangs"],
+)
+async def test_without_a_disk_trajectories_stay_in_memory_and_that_is_said_and_counted(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    error: OSError,
+    words: str,
 ) -> None:
     def no_space(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(spill_file, "_write", no_space)
     store = TrajectoryStore(0, tmp_path)
@@ -129,8 +141,9 @@ async def test_without_a_disk_trajectories_stay_in_memory_and_that_is_said(
     assert await kept(store, range(3)) == [pack(trajectory(member)) for member in range(3)]
     use = await store.use()
     assert (use.spilled_trajectories, use.memory_bytes) == (0, 3 * memory_of(trajectory(0)))
+    assert use.unspilled_trajectories == 3
     (said,) = [record.getMessage() for record in caplog.records]
-    assert "stay in memory: No space left on device" in said
+    assert f"stay in memory: {words}" in said
     await store.discard(keys(range(3)))
     assert (await store.use()).memory_bytes == 0
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 from agenticrun_api import AgenticRun, AgenticRunSpec, Pipeline, PoolStatus, Role
 from agenticrun_api.progress import MAX_VACANT_PODS
@@ -71,17 +72,21 @@ class RunActors:
         self._watchers: list[asyncio.Task[None]] = []
         self._ranks: dict[str, ActorHandle[RankActor]] = {}
         self.weights: WeightSync | None = None
-        self._actors: list[ActorHandle[object]] = []
-        self.placements: list[Placement] = []
-        """Placements of all actors, replaced ones included."""
-        self._places: dict[ActorHandle[Any], Placement] = {}
-        """The same of engines and env workers."""
+        self._actors: WeakSet[ActorHandle[object]] = WeakSet()
+        """Those that are in use: of one that was replaced nobody has the handle."""
+        self._places: WeakKeyDictionary[ActorHandle[Any], Placement] = WeakKeyDictionary()
+        """Where engines and env workers run."""
+        self._pods: dict[Role, dict[str, None]] = {}
+        """The pods where such actors have run, by role, the newest last."""
         self._fixed = _fixed_pools(run.spec)
         self.stores: list[ActorHandle[TrajectoryStore]] = []
-        self._spilled = (0, 0)
-        """Bytes and trajectories that stores had spilled at the last call of `store_metrics`."""
+        self._told: Metrics = {}
+        """What had been spilled and lost at the last call of `metrics`."""
         self.engines = EnginePool(
-            self._spawn_engine, self._count(Role.INFERENCE), self._engines_changed
+            self._spawn_engine,
+            self._count(Role.INFERENCE),
+            self._engines_changed,
+            self._start_engine,
         )
         self.envs = EnvPool(
             self._spawn_env_worker,
@@ -168,7 +173,7 @@ class RunActors:
     def _vacant(self, role: Role, live: Collection[ActorHandle[Any]]) -> list[str]:
         """Return the pods where actors of a role have run and none runs now, the newest last."""
         used = {self._places[actor].pod for actor in live}
-        known = dict.fromkeys(each.pod for each in self._places.values() if each.role is role)
+        known = self._pods.get(role, {})
         return [pod for pod in known if pod not in used][-MAX_VACANT_PODS:]
 
     async def discard(self, results: list[EpisodeResult]) -> None:
@@ -184,19 +189,26 @@ class RunActors:
             )
         )
 
-    async def store_metrics(self) -> Metrics:
-        """Return what the stores have in memory, and what they spilled since the last call."""
+    async def metrics(self) -> Metrics:
+        """Return what the stores have in memory; what was spilled and lost since the last call."""
         uses = await asyncio.gather(
             *(store.call(lambda keeper: keeper.use()) for store in self.stores)
         )
-        nbytes = sum(use.spilled_bytes for use in uses)
-        trajectories = sum(use.spilled_trajectories for use in uses)
-        (nbytes_before, trajectories_before), self._spilled = self._spilled, (nbytes, trajectories)
-        return {
-            "rollout/store_bytes": float(sum(use.memory_bytes for use in uses)),
-            "rollout/spilled_bytes": float(nbytes - nbytes_before),
-            "rollout/spilled_trajectories": float(trajectories - trajectories_before),
-        }
+        before, self._told = (
+            self._told,
+            {
+                "rollout/spilled_bytes": float(sum(use.spilled_bytes for use in uses)),
+                "rollout/spilled_trajectories": float(
+                    sum(use.spilled_trajectories for use in uses)
+                ),
+                "rollout/unspilled_trajectories": float(
+                    sum(use.unspilled_trajectories for use in uses)
+                ),
+                "rollout/lost_episodes": float(self.envs.lost_episodes),
+            },
+        )
+        since = {name: value - before.get(name, 0.0) for name, value in self._told.items()}
+        return {"rollout/store_bytes": float(sum(use.memory_bytes for use in uses)), **since}
 
     async def stop(self) -> None:
         """End all actors, after a failed `start` too."""
@@ -217,7 +229,7 @@ class RunActors:
         self, options: ActorOptions, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs
     ) -> ActorHandle[A]:
         actor = self._launcher.start(options, cls, *args, **kwargs)
-        self._actors.append(actor)
+        self._actors.add(actor)
         return actor
 
     def _options(self, role: Role) -> ActorOptions:
@@ -260,7 +272,6 @@ class RunActors:
             MisplacedActor: it is not on a pod of its role.
         """
         check_placement(placement, self._launcher.offers(placement.node_id))
-        self.placements.append(placement)
         log.info(
             "%s runs on %s (node %s, pid %d)",
             placement.actor,
@@ -269,6 +280,12 @@ class RunActors:
             placement.pid,
         )
         return placement
+
+    async def _note_place(self, actor: ActorHandle[EngineActor] | ActorHandle[EnvWorker]) -> None:
+        """Wait until an engine or env worker has a place."""
+        place = self._check(await actor.call(lambda placed: placed.placement()))
+        self._places[actor] = place
+        self._pods.setdefault(place.role, {})[place.pod] = None
 
     async def _start_engines(self) -> None:
         """Start the engines; colocated ones before trainers load models, then put them to sleep."""
@@ -402,18 +419,15 @@ class RunActors:
         )
         actor = self._start(options, EngineActor, engine_id)
         try:
-            await self._start_engine(actor, shared)
+            await self._note_place(actor)
         except BaseException:
             actor.kill()  # it may live, and would keep its place on the pod
             raise
         return actor
 
-    async def _start_engine(
-        self, actor: ActorHandle[EngineActor], shared: ColocatedSlot | None
-    ) -> None:
-        self._places[actor] = self._check(await actor.call(lambda engine: engine.placement()))
-        if shared:
-            gpus = shared.gpus
+    async def _start_engine(self, actor: ActorHandle[EngineActor], slot: int) -> None:
+        if self._run.spec.colocated:
+            gpus = (await self._colocated_slot(slot)).gpus
             await actor.call(lambda engine: engine.use_gpus(gpus))
         source = await asyncio.shield(self._source)
         await actor.call(
@@ -441,7 +455,7 @@ class RunActors:
         options = replace(self._options(Role.ENV), max_concurrency=MANY_CALLS)
         actor = self._start(options, EnvWorker, name, self._pipeline)
         try:
-            self._places[actor] = self._check(await actor.call(lambda worker: worker.placement()))
+            await self._note_place(actor)
             texts = await actor.call(lambda worker: worker.describe())
             if not self._texts.done():
                 self._texts.set_result(texts)

@@ -155,7 +155,7 @@ class AttemptRunner:
                 ),
                 warmup=Warmup(actors.envs, actors.trainers, spec.pipeline, actors.discard),
                 discard=actors.discard,
-                store_metrics=actors.store_metrics,
+                actor_metrics=actors.metrics,
                 checkpoints=store,
                 trackers=trackers,
                 samples=samples,

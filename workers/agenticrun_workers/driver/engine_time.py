@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from agenticrun_workers.inference import EngineStats
 
 
+REMEMBERED = 4
+"""Silent engines that are remembered for each wanted one: those that are only slow answer again."""
+
+
 class EngineTime:
     """Measures the engines' time, from one call of `metrics` to the next.
 
@@ -48,7 +52,10 @@ class EngineTime:
         self._seats = 0
         """Seats of the wanted engines at the last call of `metrics`."""
         self._newest: dict[str, tuple[float, EngineStats]] = {}
-        """The last answer of each engine, and when it came; engines that are gone included."""
+        """The last answer of each engine, and when it came; of engines that are gone, too."""
+        self._most_wanted = 0
+        self._old_seats: list[int] = []
+        """Seats of engines that were forgotten, the largest first; as many as were ever wanted."""
         self._told: dict[str, tuple[float, EngineStats]] = {}
         """The same at the last call of `metrics`."""
         self._restart(time.perf_counter())
@@ -83,8 +90,23 @@ class EngineTime:
 
     def _wanted_seats(self) -> int:
         """Return the seats of the largest engines so far, as many as are wanted."""
-        known = sorted((stats.seats for _, stats in self._newest.values()), reverse=True)
-        return sum(known[: self._count()])
+        return sum(self._known_seats()[: self._count()])
+
+    def _known_seats(self) -> list[int]:
+        """Return the seats of all engines so far, the largest first."""
+        newest = [stats.seats for _, stats in self._newest.values()]
+        return sorted([*newest, *self._old_seats], reverse=True)
+
+    def _forget_silent(self) -> None:
+        """Forget engines that have been silent for longest: they are gone for good."""
+        self._most_wanted = max(self._most_wanted, self._count())
+        silent = sorted(
+            (then, engine) for engine, (then, _) in self._newest.items() if then < self._read_at
+        )
+        too_many = len(silent) - REMEMBERED * self._most_wanted
+        for _, engine in silent[: max(too_many, 0)]:
+            self._old_seats.append(self._newest.pop(engine)[1].seats)
+        self._old_seats = sorted(self._old_seats, reverse=True)[: self._most_wanted]
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
@@ -121,6 +143,7 @@ class EngineTime:
                 "rollout/idle/lost": 1.0 - there,
             }
         found["rollout/aborted_tokens"] = float(self._aborted_tokens)
+        self._forget_silent()
         self._told = dict(self._newest)
         self._restart(now)
         return found

@@ -113,8 +113,8 @@ class LoopParts:
     validator: Validator
     warmup: Warmup
     discard: Discard
-    store_metrics: Callable[[], Awaitable[Metrics]]
-    """Returns what the trajectory stores have in memory, and what they spilled since."""
+    actor_metrics: Callable[[], Awaitable[Metrics]]
+    """Returns what the trajectory stores have in memory; what was spilled and lost since."""
     checkpoints: CheckpointStore | None
     trackers: list[Tracker]
     samples: SampleWriter
@@ -357,7 +357,7 @@ class Loop:
             metrics["system/handovers"] = float(self._parts.devices.handovers)
         self._sync = None
         metrics["rollout/aborted_tokens"] += engines.pop("rollout/aborted_tokens")
-        metrics |= engines | self._parts.sizes() | await self._parts.store_metrics()
+        metrics |= engines | self._parts.sizes() | await self._parts.actor_metrics()
         for name in TRACED_METRICS:
             count(name, metrics[name])
         watched = self._guards.observe(metrics)

@@ -89,7 +89,11 @@ class TraceSession:
             await self._end(session)
         if self._session is not None or self._writing is not None:
             return  # a request stays in its folder until its file is written
-        requests = await asyncio.to_thread(trace_requests, self._output)
+        try:
+            requests = await asyncio.to_thread(trace_requests, self._output)
+        except OSError as error:
+            log.error("no trace: requests cannot be read: %s", error)
+            return
         if requests:
             try:
                 await self._begin(requests[0])
@@ -122,9 +126,13 @@ class TraceSession:
                 return
             if session.watcher is not None and session.watcher is not asyncio.current_task():
                 session.watcher.cancel()
-            trace = await self._collect(session)
-            self._session = None
-            self._writing = asyncio.create_task(self._write(trace, session))
+            try:
+                trace = await self._collect(session)
+                self._writing = asyncio.create_task(self._write(trace, session))
+            except Exception as error:
+                self._fail(session.request, error)
+            finally:
+                self._session = None
 
     async def _collect(self, session: _Session) -> Trace:
         notes = session.notes

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -75,10 +76,12 @@ class EnginePool:
     weights before it serves.
 
     Args:
-        spawn: starts an engine actor with the model's first weights. Arguments: its id and the
-            number of its slot. A replacement gets the slot of the engine that it replaces.
+        spawn: places an engine actor, which may take any time. Arguments: its id and the number
+            of its slot. A replacement gets the slot of the engine that it replaces.
         count: number of engines.
         on_change: called with the engines by id whenever they change.
+        start: starts the engine of an actor on its devices, with the model's first weights.
+            Arguments: the actor and the number of its slot. By default the actor has its engine.
     """
 
     def __init__(
@@ -86,8 +89,10 @@ class EnginePool:
         spawn: Callable[[str, int], Awaitable[ActorHandle[EngineActor]]],
         count: int,
         on_change: Callable[[dict[str, ActorHandle[EngineActor]]], Awaitable[None]],
+        start: Callable[[ActorHandle[EngineActor], int], Awaitable[None]] | None = None,
     ) -> None:
         self._spawn = spawn
+        self._start_engine = start
         self._count = count
         self._on_change = on_change
         self._slots: list[_Slot] = []
@@ -100,7 +105,12 @@ class EnginePool:
         leave."""
         self._awake = asyncio.Event()
         self._awake.set()
-        self._adding: set[asyncio.Task[None]] = set()
+        self._starting = 0
+        """Engines that start on their devices."""
+        self._none_starts = asyncio.Event()
+        self._none_starts.set()
+        self._asked: dict[str, asyncio.Task[EngineStats]] = {}
+        """Requests for statistics without an answer, by engine."""
         self._receivers: dict[str, Receiver[EngineActor]] = {}
         self._keepers: set[asyncio.Task[None]] = set()
         self._shrinking: asyncio.Task[None] | None = None
@@ -146,10 +156,11 @@ class EnginePool:
     async def sleep(self) -> None:
         """Make all engines leave their devices to the trainers.
 
-        An engine that dies meanwhile is replaced after `wake`.
+        An engine that dies meanwhile is replaced after `wake`. One that starts is waited for, but
+        not one that has no place yet.
         """
         self._awake.clear()
-        await asyncio.gather(*self._adding, return_exceptions=True)
+        await self._none_starts.wait()
         await self._call_all("sleep", lambda engine: engine.sleep())
 
     async def wake(self) -> None:
@@ -164,6 +175,8 @@ class EnginePool:
         handover: Callable[[], Awaitable[None]] | None = None,
     ) -> SyncReport:
         """Load the trainers' weights into every engine. Engines that fail to are replaced.
+
+        Nobody asks them from then on: one that still answers has the old weights.
 
         Args:
             weights: how weights travel from the trainers to the engines.
@@ -180,26 +193,42 @@ class EnginePool:
         for engine_id, error in report.failed.items():
             log.warning("%s did not load version %d: %s", engine_id, version, error)
             receivers[engine_id].handle.kill()
+        if report.failed:
+            for slot in self._slots:
+                if slot.engine_id in report.failed:
+                    self._forget(slot)
+            await self._on_change(dict(self.engines))
         if len(report.failed) < len(receivers):
             self._deaths = 0
         return report
 
     async def stats(self) -> dict[str, EngineStats]:
-        """Return the statistics of each engine that answers in `STATS_SECONDS`, by its id."""
-        engines = dict(self.engines)
-        answers = await asyncio.gather(
-            *(_stats_of(engine) for engine in engines.values()), return_exceptions=True
-        )
+        """Return the statistics of each engine that answers in `STATS_SECONDS`, by its id.
+
+        One that has not answered is asked again, and waited for, when it has. So a frozen engine
+        costs that time once until it is killed.
+        """
+        asked = {
+            name: asyncio.create_task(_stats_of(engine), name=f"stats-{name}")
+            for name, engine in self.engines.items()
+            if name not in self._asked
+        }
+        if not asked:
+            return {}
+        self._asked |= asked
+        answered, _ = await asyncio.wait(asked.values(), timeout=STATS_SECONDS)
+        self._asked = {name: task for name, task in self._asked.items() if not task.done()}
         return {
-            name: answer
-            for name, answer in zip(engines, answers, strict=True)
-            if not isinstance(answer, BaseException)
+            name: task.result()
+            for name, task in asked.items()
+            if task in answered and not task.cancelled() and task.exception() is None
         }
 
     async def stop(self) -> None:
         """Stop watching the engines. Their actors end with the Ray session."""
         self.failure.cancel()
-        tasks = [*self._keepers, *([self._shrinking] if self._shrinking else [])]
+        shrinking = [self._shrinking] if self._shrinking else []
+        tasks: list[asyncio.Task[Any]] = [*self._keepers, *shrinking, *self._asked.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -243,6 +272,37 @@ class EnginePool:
         engine_id = f"engine-{self._spawned}"
         self._spawned += 1
         handle = await self._spawn(engine_id, slot.number)
+        try:
+            async with self._uses_devices():
+                if self._start_engine is not None:
+                    await self._start_engine(handle, slot.number)
+                death = await self._join(engine_id, handle)
+        except BaseException:
+            handle.kill()
+            raise
+        self.engines[engine_id] = handle
+        slot.engine_id = engine_id
+        self._keep(slot, partial(self._watch, slot, engine_id, death))
+        await self._on_change(dict(self.engines))
+
+    @asynccontextmanager
+    async def _uses_devices(self) -> AsyncIterator[None]:
+        """Begin when the engines have the devices. `sleep` waits until the `with` block ends."""
+        while not self._awake.is_set():
+            await self._awake.wait()
+        self._starting += 1
+        self._none_starts.clear()
+        try:
+            yield
+        finally:
+            self._starting -= 1
+            if not self._starting:
+                self._none_starts.set()
+
+    async def _join(
+        self, engine_id: str, handle: ActorHandle[EngineActor]
+    ) -> asyncio.Task[Exception]:
+        """Give a new engine the weights. Return the task that polls it."""
         # Polled from here on, so that a frozen engine fails the calls below, too.
         death = asyncio.create_task(_death_of(handle), name=f"poll-{engine_id}")
         try:
@@ -254,28 +314,29 @@ class EnginePool:
                 self._receivers[engine_id] = receiver
         except BaseException:
             death.cancel()
-            handle.kill()
             raise
-        self.engines[engine_id] = handle
-        slot.engine_id = engine_id
-        self._keep(slot, partial(self._watch, slot, death))
-        await self._on_change(dict(self.engines))
+        return death
 
-    async def _watch(self, slot: _Slot, death: asyncio.Task[Exception]) -> None:
+    async def _watch(self, slot: _Slot, engine_id: str, death: asyncio.Task[Exception]) -> None:
         """Replace an engine when it dies.
 
         Raises:
             RolloutFailed: too many engines died in a row.
         """
         try:
-            log.warning("%s died and is replaced: %s", slot.engine_id, await death)
+            log.warning("%s died and is replaced: %s", engine_id, await death)
         finally:
             death.cancel()
-        engine_id, slot.engine_id = slot.engine_id, ""
-        del self.engines[engine_id], self._receivers[engine_id]
+        self._forget(slot)
         await self._on_change(dict(self.engines))
         self._count_death(engine_id, death.result())
         await self._serve(slot)
+
+    def _forget(self, slot: _Slot) -> None:
+        """Let nobody ask the engine of a slot any more, if it has one."""
+        if slot.engine_id:
+            del self.engines[slot.engine_id], self._receivers[slot.engine_id]
+            slot.engine_id = ""
 
     async def _serve(self, slot: _Slot) -> None:
         """Start an engine in a slot, also if the first ones die before they serve.
@@ -284,13 +345,8 @@ class EnginePool:
             RolloutFailed: too many engines died in a row.
         """
         while True:
-            while not self._awake.is_set():
-                await self._awake.wait()
-            adding = asyncio.create_task(self._add(slot), name=f"add-{slot.number}")
-            self._adding.add(adding)
-            adding.add_done_callback(self._adding.discard)
             try:
-                return await adding
+                return await self._add(slot)
             except ActorDied as error:
                 log.warning("a new engine died before it served: %s", error)
                 self._count_death("which never served", error)
@@ -331,8 +387,7 @@ class EnginePool:
 
 
 async def _stats_of(engine: ActorHandle[EngineActor]) -> EngineStats:
-    async with asyncio.timeout(STATS_SECONDS):
-        return await engine.call(lambda actor: actor.stats())
+    return await engine.call(lambda actor: actor.stats())
 
 
 async def _death_of(engine: ActorHandle[EngineActor]) -> Exception:

@@ -39,7 +39,7 @@ from agenticrun_workers.rollout.groups import (
 )
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.tracing import EPISODES_RUNNING, count
-from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory
+from agenticrun_workers.types import StopReason, Stream, Trajectory
 
 if TYPE_CHECKING:
     from agenticrun_workers.rollout.env_worker import EnvWorker
@@ -94,6 +94,8 @@ class _Open:
 
     task: EpisodeTask
     done: asyncio.Future[EpisodeResult]
+    submitted: Result[None] | None = None
+    """The call that takes it to its worker; None while it waits to be sent."""
     aborting: bool = False
     deaths: int = 0
     """Number of workers that died while running the task."""
@@ -139,7 +141,7 @@ class _Worker:
     """From 1, and never used again."""
     open: dict[_Group, dict[_Run, _Open]] = field(default_factory=dict)
     """The tasks of running episodes."""
-    outgoing: list[EpisodeTask] = field(default_factory=list)
+    outgoing: list[_Open] = field(default_factory=list)
     episodes: int = 0
     """Number of running episodes: the load."""
     leaving: bool = False
@@ -156,8 +158,9 @@ class _Worker:
     def add(self, opened: _Open) -> None:
         """Begin a task."""
         self.done.clear()
+        opened.submitted = None
         self.open.setdefault(opened.group, {})[opened.run] = opened
-        self.outgoing.append(opened.task)
+        self.outgoing.append(opened)
         self.episodes += 1
 
     def remove(self, opened: _Open) -> None:
@@ -204,6 +207,8 @@ class EnvPool:
         self._node_of = node_of
         self._on_change = on_change
         self._workers: list[_Worker] = []
+        self._gone: list[_Worker] = []
+        """Workers that are gone, with tasks that others do not have yet."""
         self._joining: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._waiting: list[_Open] = []
@@ -218,6 +223,8 @@ class EnvPool:
         self._watchers: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
         self._running = 0
+        self.lost_episodes = 0
+        """Number of episodes so far that began and were lost with their worker."""
         self._idle_since, self._idle_seconds = time.perf_counter(), 0.0
 
     @property
@@ -285,7 +292,7 @@ class EnvPool:
             self._running -= 1
             count(EPISODES_RUNNING, self._running)
             self._idle_since = time.perf_counter()
-            for worker in self._workers:
+            for worker in (*self._workers, *self._gone):
                 worker.remove(opened)
             self._assign_waiting()
 
@@ -319,13 +326,20 @@ class EnvPool:
         for opened in self._waiting:
             if opened.group == (Stream.TRAIN, group):
                 opened.abort()
+        for worker in self._gone:
+            for opened in worker.open.get((Stream.TRAIN, group), {}).values():
+                opened.aborting = True  # `_reassign` ends it
         for worker in self._workers:
             runs = worker.open.get((Stream.TRAIN, group), {})
             fresh = [opened for opened in runs.values() if not opened.aborting]
             for opened in fresh:
                 opened.aborting = True
-            if fresh:
-                self._send_abort(worker, [(each.task.key, each.task.attempt) for each in fresh])
+                if opened.submitted is None:
+                    worker.outgoing.remove(opened)
+                    worker.episodes -= 1
+                    opened.abort()
+            if sent := [opened for opened in fresh if opened.submitted is not None]:
+                self._watch_over(_abort(worker.handle, sent))
 
     async def stop(self) -> None:
         """Stop watching. The actors end with the Ray session."""
@@ -340,9 +354,6 @@ class EnvPool:
 
     def _send_bounds(self, worker: _Worker) -> None:
         worker.handle.call(lambda actor: actor.set_bounds(self._bounds))
-
-    def _send_abort(self, worker: _Worker, names: list[tuple[EpisodeKey, int]]) -> None:
-        worker.handle.call(lambda actor: actor.abort(names))
 
     def _add(self, handle: ActorHandle[EnvWorker]) -> None:
         worker = _Worker(handle, next(self._numbers))
@@ -386,8 +397,11 @@ class EnvPool:
         self._flush_planned = False
         for worker in self._workers:
             if worker.outgoing:
-                tasks, worker.outgoing = worker.outgoing, []
-                worker.handle.call(lambda actor: actor.submit(pack(tasks)))
+                outgoing, worker.outgoing = worker.outgoing, []
+                tasks = pack([opened.task for opened in outgoing])
+                submitted = worker.handle.call(lambda actor: actor.submit(tasks))
+                for opened in outgoing:
+                    opened.submitted = submitted
 
     async def _watch(self, worker: _Worker) -> None:
         """Replace a worker when it dies.
@@ -397,12 +411,11 @@ class EnvPool:
         try:
             death = await self._collect_until_death(worker)
             self._remove_dead(worker, death)
-            await self._refuse(worker)
-            self._reassign(worker, death)
+            await self._hand_over(worker, death)
             self._settle()
             self._on_change()
         except Exception as error:
-            self._fail(error, worker)
+            self._fail(error)
 
     async def _retire(self, worker: _Worker) -> None:
         """End a worker once its episodes have ended, or after `DRAIN_SECONDS`.
@@ -417,14 +430,28 @@ class EnvPool:
             if worker not in self._workers:
                 return  # it has died meanwhile
             log.info("an env worker leaves, %d stay", self._count)
-            self._workers.remove(worker)
+            if worker.open:
+                log.warning(
+                    "an env worker leaves before its episodes ended: %d groups are played again",
+                    len(worker.open),
+                )
+            self._remove(worker)
             worker.watcher.cancel()
             worker.handle.kill()
-            await self._refuse(worker)
-            self._reassign(worker)
+            await self._hand_over(worker)
             self._on_change()
         except Exception as error:
-            self._fail(error, worker)
+            self._fail(error)
+
+    def _remove(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        self._gone.append(worker)
+
+    async def _hand_over(self, worker: _Worker, death: BaseException | None = None) -> None:
+        """Give the tasks of a worker that is gone to others. `death`: see `_reassign`."""
+        await self._refuse(worker)
+        self._gone.remove(worker)
+        self._reassign(worker, death)
 
     async def _refuse(self, worker: _Worker) -> None:
         """Make the stores refuse what a worker that is gone may still send."""
@@ -499,7 +526,7 @@ class EnvPool:
         Raises:
             RolloutFailed: too many workers died in a row.
         """
-        self._workers.remove(worker)
+        self._remove(worker)
         tags = {opened.task.tag for opened in worker.tasks}
         log.warning(
             "an env worker is gone (%s): its %d groups of %s are played again",
@@ -540,6 +567,7 @@ class EnvPool:
         for opened in worker.tasks:
             if opened.done.done():
                 continue
+            self.lost_episodes += opened.submitted is not None
             if opened.aborting:
                 opened.abort()
             elif death is not None and opened.suspect:
@@ -558,16 +586,23 @@ class EnvPool:
         if opened is not None:  # else the caller no longer waits for it
             opened.finish(result)
 
-    def _fail(self, error: BaseException, worker: _Worker | None = None) -> None:
-        """End all tasks, also those of a worker that is gone."""
+    def _fail(self, error: BaseException) -> None:
+        """End all tasks, also those of workers that are gone."""
         self._failure = error
         for opened in (
-            *(worker.tasks if worker else ()),
             *self._waiting,
-            *(o for w in self._workers for o in w.tasks),
+            *(o for w in (*self._workers, *self._gone) for o in w.tasks),
         ):
             if not opened.done.done():
                 opened.done.set_exception(error)
+
+
+async def _abort(worker: ActorHandle[EnvWorker], episodes: list[_Open]) -> None:
+    """Stop episodes on their worker, which must know them first: calls may overtake each other."""
+    calls = {opened.submitted for opened in episodes if opened.submitted is not None}
+    await asyncio.gather(*calls, return_exceptions=True)  # the pool notices a worker that is dead
+    names = [(opened.task.key, opened.task.attempt) for opened in episodes]
+    worker.call(lambda actor: actor.abort(names))
 
 
 def _first_line(error: BaseException) -> str:

@@ -73,6 +73,7 @@ class EnvWorker(Traced):
             name, derive(pipeline.seed, "engine-choice", name), self._keep
         )
         self._tasks: set[asyncio.Task[None]] = set()
+        self._garbage_collected_at = float("-inf")
         self._running: dict[tuple[EpisodeKey, int], RunningEpisode] = {}
         """Running episodes by key and attempt."""
 
@@ -143,12 +144,15 @@ class EnvWorker(Traced):
             self._outbox.fail(error)
 
     async def _run_episode(self, episode: RunningEpisode) -> None:
+        episode.begun = True
         task = episode.task
         key = task.key
         name = f"{key.group}.{key.member} {task.tag}"
         with self.recorder.track(name, stream=key.stream.value, attempt=task.attempt) as track:
             self._count_episodes()
             try:
+                if episode.cancelled:
+                    raise asyncio.CancelledError
                 await self._play(episode)
                 await self._runner.judge(episode)
             except asyncio.CancelledError:  # only `abort` and `set_bounds` cancel it
@@ -182,9 +186,16 @@ class EnvWorker(Traced):
             await self._runner.run(episode)
 
     def _make_room(self) -> None:
-        """Free idle environments, and objects in reference cycles."""
+        """Free idle environments and, unless that was done just now, objects in reference cycles.
+
+        To look for cycles blocks the event loop, up to a second with many episodes, and room is
+        made after each episode that ends while memory is full.
+        """
         self._runner.envs.discard_idle()
-        gc.collect()
+        clock = asyncio.get_running_loop().time
+        if clock() - self._garbage_collected_at >= COLLECT_GARBAGE_SECONDS:
+            gc.collect()
+            self._garbage_collected_at = clock()
 
     def _count_episodes(self) -> None:
         if self.recorder.on:
@@ -212,6 +223,8 @@ class EnvWorker(Traced):
 
 
 GC_THRESHOLDS = (50_000, 10, 5)
+COLLECT_GARBAGE_SECONDS = 10.0
+"""Shortest time between two searches for reference cycles because memory is full."""
 
 
 def collect_garbage_rarely() -> None:

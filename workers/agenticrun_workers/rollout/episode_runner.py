@@ -63,6 +63,10 @@ class RunningEpisode:
     stale: bool = False
     """True if it was stopped because its tokens are too old to be trained on."""
     coroutine: asyncio.Task[None] | None = None
+    begun: bool = False
+    """True when `coroutine` has taken its first step."""
+    cancelled: bool = False
+    """True if it was stopped before that."""
     recorder: FrameRecorder | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
     """At least one when the episode has ended."""
@@ -88,8 +92,13 @@ class RunningEpisode:
             self.cancel()
 
     def cancel(self) -> None:
-        """Stop the episode."""
-        if self.coroutine is not None:
+        """Stop the episode.
+
+        A task that is cancelled before its first step never runs, and would leave no result.
+        """
+        if not self.begun:
+            self.cancelled = True
+        elif self.coroutine is not None:
             self.coroutine.cancel()
 
     def abandoned(self) -> Trajectory:

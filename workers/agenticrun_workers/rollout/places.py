@@ -93,11 +93,11 @@ class EpisodePlaces:
         now = asyncio.get_running_loop().time()
         if now - self._looked_at < LOOK_SECONDS and self._begun < LOOK_EPISODES:
             return self._full
-        self._full = self._memory.used() > FULL_SHARE * limit
+        self._full = self._used() > FULL_SHARE * limit
         if self._full and not self._roomy:
             self._make_room()
             self._roomy = True
-            self._full = self._memory.used() > FULL_SHARE * limit
+            self._full = self._used() > FULL_SHARE * limit
         self._looked_at, self._begun = now, 0
         if self._full:
             self._warn(
@@ -106,3 +106,13 @@ class EpisodePlaces:
                 "trainEnvs.maxEnvsPerWorker"
             )
         return self._full
+
+    def _used(self) -> int:
+        """Return the memory in use; 0 if the kernel does not tell, so that episodes begin."""
+        try:
+            return self._memory.used()
+        except OSError as error:
+            self._warn(
+                f"the memory of the pod cannot be read: {error}. Episodes begin as if it were free"
+            )
+            return 0

@@ -9,6 +9,7 @@ one segment more than they need.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import tempfile
 import weakref
@@ -20,6 +21,7 @@ from typing import TypeVar
 import xxhash
 
 from agenticrun_api.names import WORK_DIR
+from agenticrun_workers.launch.liveness import FROZEN_POLLS, POLL_SECONDS, NoAnswer, answered
 
 T = TypeVar("T")
 
@@ -29,6 +31,10 @@ SEGMENT_BYTES = 64 << 20
 
 class DamagedBlock(Exception):
     """The disk returned other bytes than it got."""
+
+
+class HungDisk(OSError):
+    """The disk has not answered for too long."""
 
 
 class _Segment:
@@ -67,6 +73,8 @@ class SpillFile:
         self._segments: set[_Segment] = set()
         self._last: _Segment | None = None
         """The segment that gets the next block."""
+        self._late = 0
+        """Reads and writes that nobody waits for any more. Each keeps its thread."""
 
     @property
     def segments(self) -> int:
@@ -74,7 +82,14 @@ class SpillFile:
         return len(self._segments)
 
     async def write(self, data: bytes) -> Block:
-        """Write a block. Raises `OSError`, for example if the disk is full."""
+        """Write a block.
+
+        Raises:
+            HungDisk: it takes too long, or something else still does.
+            OSError: for example, the disk is full.
+        """
+        if self._late:
+            raise _hung()
         segment = self._last or _Segment(self.folder)
         self._segments.add(segment)
         block = Block(segment, segment.end, len(data), xxhash.xxh3_64_intdigest(data))
@@ -95,6 +110,7 @@ class SpillFile:
 
         Raises:
             DamagedBlock: they are not those that were written.
+            HungDisk: it takes too long.
         """
         data = await self._in_thread(
             block.segment, lambda: _read(block.segment.descriptor, block.nbytes, block.offset)
@@ -116,15 +132,28 @@ class SpillFile:
             segment.users -= 1
             self._close_unused(segment)
 
+        def arrived_late(_: asyncio.Future[T]) -> None:
+            self._late -= 1
+
         segment.users += 1
         thread = asyncio.get_running_loop().run_in_executor(None, work)
         thread.add_done_callback(ended)
-        return await asyncio.shield(thread)
+        try:
+            return await answered(asyncio.shield(thread))
+        except NoAnswer:
+            self._late += 1
+            thread.add_done_callback(arrived_late)
+            raise _hung() from None
 
     def _close_unused(self, segment: _Segment) -> None:
         if not segment.users and segment is not self._last:
             self._segments.discard(segment)
             segment.close()
+
+
+def _hung() -> HungDisk:
+    seconds = FROZEN_POLLS * POLL_SECONDS
+    return HungDisk(errno.ETIMEDOUT, f"the disk has not answered for {seconds:.0f} s")
 
 
 def scratch_folder() -> Path:
