@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from agenticrun_workers.inference import EngineError, InferenceEngine
 from agenticrun_workers.inference.client import joined
+from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED
 from agenticrun_workers.types import Generation, GenerationRequest
 from engine_checks import (
     DELAYS,
@@ -111,7 +112,7 @@ class UpdateConformance(RequestConformance):
             await asyncio.sleep(delay)
             await self.load(engine, models.parts_b)
             whole, *parts = await asyncio.wait_for(response, 60)
-            shown = reduce(joined, parts)
+            shown = reduce(joined, parts, ABORTED_UNSAMPLED)
             if len(set(shown.versions_T.tolist())) == 2:
                 break
         assert set(shown.versions_T.tolist()) == {old, engine.stats().policy_version}

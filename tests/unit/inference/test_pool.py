@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -185,10 +186,34 @@ async def test_an_engine_that_does_not_answer_is_waited_for_once(
         assert list(await asyncio.wait_for(started.pool.stats(), 10)) == ["engine-1"]
     assert asked == 1
     answers.set()
-    await eventually_in_loop(lambda: started.pool._asked["engine-0"].done(), 20, "it has answered")
-    assert list(await asyncio.wait_for(started.pool.stats(), 10)) == ["engine-1"]
+    await eventually_in_loop(lambda: not started.pool._asked, 20, "it has answered")
     assert list(await asyncio.wait_for(started.pool.stats(), 10)) == ["engine-0", "engine-1"]
     assert asked == 2
+
+
+async def test_engines_that_were_all_slow_are_asked_again(
+    started: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool_module, "STATS_SECONDS", 0.1)
+    answers = asyncio.Event()
+
+    async def slow() -> str:
+        await answers.wait()
+        return "late"
+
+    async def failing() -> str:
+        await answers.wait()
+        raise RuntimeError("no statistics")
+
+    monkeypatch.setattr(started.engines[0], "stats", slow)
+    monkeypatch.setattr(started.engines[1], "stats", failing)
+    assert await started.pool.stats() == {}
+    answers.set()
+    await eventually_in_loop(lambda: not started.pool._asked, 20, "they have answered")
+    monkeypatch.setattr(pool_module, "STATS_SECONDS", 1000.0)
+    assert await asyncio.wait_for(started.pool.stats(), 10) == {"engine-0": "late"}
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_engines_fall_asleep_though_a_replacement_finds_no_place(

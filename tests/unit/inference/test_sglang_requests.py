@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +13,15 @@ import pytest
 
 from agenticrun_workers.inference import EngineError, InvalidRequest
 from agenticrun_workers.inference.engine import SampledTokens
+from agenticrun_workers.inference.model_files import RequestLimits
+from agenticrun_workers.inference.sglang.engine import SglangEngine
 from agenticrun_workers.inference.sglang.server import (
     computed_prompt_tokens,
     generate_body,
     read_event,
 )
 from agenticrun_workers.types import FinishReason, GenerationRequest, SamplingParams
+from waiting import eventually_in_loop
 
 
 def a_request(**sampling: Any) -> GenerationRequest:
@@ -131,3 +137,26 @@ def test_a_request_that_the_server_ends_by_itself_is_an_error(
 def test_prompt_tokens_count_where_they_were_not_cached() -> None:
     assert computed_prompt_tokens(an_event([1], 1, prompt_tokens=10, cached_tokens=7)) == 3
     assert computed_prompt_tokens(an_event([], 0)) == 0
+
+
+async def test_a_response_that_has_ended_is_shown_no_more() -> None:
+    """Another engine could not go on from it: it would be asked for no token."""
+    ends, closes = asyncio.Event(), asyncio.Event()
+
+    class Server:
+        async def events(self, *_: object) -> AsyncGenerator[Any, None]:
+            yield an_event([7, 8], 2)
+            await ends.wait()
+            yield an_event([9, 4], 4, {"type": "length"})
+            await closes.wait()
+
+    engine = SglangEngine(Path(), dtype="bfloat16", max_length=64, log_folder=Path())
+    engine._http, engine._refusal = Server(), ""  # type: ignore[assignment]
+    engine._limits = RequestLimits(100, 64)
+    response = asyncio.create_task(engine.generate(a_request()))
+    await eventually_in_loop(lambda: engine.progress("r", 0) is not None, 20, "two tokens")
+    ends.set()
+    await eventually_in_loop(lambda: engine.progress("r", 0) is None, 20, "the end")
+    assert not response.done()
+    closes.set()
+    assert (await response).tokens_T.tolist() == [7, 8, 9, 4]

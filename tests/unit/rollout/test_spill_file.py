@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -87,10 +89,10 @@ async def test_blocks_that_are_written_at_once_do_not_mix(tmp_path: Path) -> Non
 async def test_a_disk_that_returns_something_else_is_an_error(tmp_path: Path) -> None:
     file = SpillFile(tmp_path)
     block = await file.write(b"tokens")
-    os.pwrite(block.segment.descriptor, b"T", block.offset)
+    os.pwrite(block.segment.descriptor(), b"T", block.offset)
     with pytest.raises(DamagedBlock, match="does not return what was spilled to it"):
         await file.read(block)
-    os.ftruncate(block.segment.descriptor, 3)
+    os.ftruncate(block.segment.descriptor(), 3)
     with pytest.raises(DamagedBlock, match="does not return what was spilled to it"):
         await file.read(block)
 
@@ -134,6 +136,26 @@ async def test_a_write_whose_caller_is_cancelled_keeps_its_file_open_until_it_en
     goes_on.set()
     await eventually_in_loop(lambda: not file.segments, 60, "the segment is closed")
     assert open_then == [6]
+
+
+async def test_a_disk_that_hangs_while_a_file_is_made_does_not_hold_up_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, begun = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    made = tempfile.TemporaryFile
+
+    def hangs(**options: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        assert goes_on.wait(60), "the event loop goes on meanwhile"
+        return made(**options)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", hangs)
+    file = SpillFile(tmp_path)
+    writing = asyncio.create_task(file.write(b"block"))
+    await asyncio.wait_for(begun.wait(), 30)
+    goes_on.set()
+    assert await file.read(await writing) == b"block"
 
 
 async def test_a_disk_that_hangs_is_not_waited_for_and_works_again_when_it_answers(

@@ -89,24 +89,27 @@ class TraceSession:
             await self._end(session)
         if self._session is not None or self._writing is not None:
             return  # a request stays in its folder until its file is written
-        try:
-            requests = await asyncio.to_thread(trace_requests, self._output)
-        except OSError as error:
-            log.error("no trace: requests cannot be read: %s", error)
-            return
+        requests = await self._requests()
         if requests:
             try:
                 await self._begin(requests[0])
             except Exception as error:
-                self._fail(requests[0], error)
+                await self._fail(requests[0], error)
 
     async def close(self) -> None:
         """End a recording before its time, and write what there is."""
         if self._session:
             await self._end(self._session)
         await self._written()
-        for request in await asyncio.to_thread(trace_requests, self._output):
+        for request in await self._requests():
             request.fail("the run has ended")
+
+    async def _requests(self) -> list[TraceRequest]:
+        try:
+            return await asyncio.to_thread(trace_requests, self._output)
+        except OSError as error:
+            log.error("no trace: requests cannot be read: %s", error)
+            return []
 
     async def _begin(self, request: TraceRequest) -> None:
         actors = dict(self._actors())
@@ -130,7 +133,7 @@ class TraceSession:
                 trace = await self._collect(session)
                 self._writing = asyncio.create_task(self._write(trace, session))
             except Exception as error:
-                self._fail(session.request, error)
+                await self._fail(session.request, error)
             finally:
                 self._session = None
 
@@ -160,7 +163,7 @@ class TraceSession:
             request.withdraw()
             log.info("wrote %s in %.1f s", request.answer, time.perf_counter() - began)
         except Exception as error:  # a full disk does not stop training
-            self._fail(request, error)
+            await self._fail(request, error)
         finally:
             self._writing = None
 
@@ -171,14 +174,19 @@ class TraceSession:
 
     async def _watch(self, session: _Session) -> None:
         """End the recording when the request is withdrawn."""
-        while await asyncio.to_thread(session.request.file.exists):
+        while await asyncio.to_thread(_may_exist, session.request.file):
             await asyncio.sleep(WATCH_SECONDS)
         await self._end(session)
 
-    def _fail(self, request: TraceRequest, error: Exception) -> None:
+    async def _fail(self, request: TraceRequest, error: Exception) -> None:
+        """Say why there is no trace, and let nobody go on recording."""
         log.error("no trace: %s: %s", type(error).__name__, error, exc_info=error)
         self.recorder.end()
-        request.fail(f"{type(error).__name__}: {error}")
+        await self._of_all(dict(self._actors()), _recording_of, [])
+        try:
+            request.fail(f"{type(error).__name__}: {error}")
+        except OSError as unwritable:
+            log.error("%s cannot be answered: %s", request.file, unwritable)
 
     async def _of_all(
         self, actors: Actors, ask: Callable[[ActorHandle[Traced]], Awaitable[T]], notes: list[str]
@@ -201,6 +209,14 @@ class TraceSession:
             else:
                 found[name] = answer
         return found
+
+
+def _may_exist(file: Path) -> bool:
+    """Return False if the file is gone: a folder that cannot be read for a moment says nothing."""
+    try:
+        return file.exists()
+    except OSError:
+        return True
 
 
 async def _clock_of(actor: ActorHandle[Traced]) -> list[RoundTrip]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -216,13 +217,19 @@ class EnginePool:
         if not asked:
             return {}
         self._asked |= asked
+        for name, task in asked.items():
+            task.add_done_callback(functools.partial(self._has_answered, name))
         answered, _ = await asyncio.wait(asked.values(), timeout=STATS_SECONDS)
-        self._asked = {name: task for name, task in self._asked.items() if not task.done()}
         return {
             name: task.result()
             for name, task in asked.items()
             if task in answered and not task.cancelled() and task.exception() is None
         }
+
+    def _has_answered(self, name: str, task: asyncio.Task[EngineStats]) -> None:
+        del self._asked[name]
+        if not task.cancelled():
+            task.exception()  # of an engine that died: whoever keeps it alive tells of it
 
     async def stop(self) -> None:
         """Stop watching the engines. Their actors end with the Ray session."""

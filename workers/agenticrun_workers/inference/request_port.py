@@ -69,7 +69,7 @@ class Progress:
 
 
 PROGRESS_SECONDS = 1.0
-"""Time between two messages about a request's tokens. So much of a response is lost at most."""
+"""Time between two messages about a request's tokens. The first one comes in the second look."""
 
 LAST_RESPONSES = 64
 """Number of responses over which `EngineLoad.response` is a moving average."""

@@ -290,7 +290,7 @@ class ServerClient:
 
         Raises as `post` does, also for an event `{"error": {"message": ..., "code": ...}}`.
         """
-        rest = b""
+        rest, done = b"", False
         try:
             async with await self._post(path, body) as answer:
                 if answer.status != 200:
@@ -298,10 +298,13 @@ class ServerClient:
                 async for data in answer.content.iter_any():
                     *events, rest = (rest + data).split(b"\n\n")
                     for event in events:
-                        if event != LAST_EVENT:
+                        if event == LAST_EVENT:
+                            done = True
+                        else:
                             yield _content(path, event)
         except aiohttp.ClientError as error:
-            raise EngineError(await self._cause(path, error)) from error
+            if not done:
+                raise EngineError(await self._cause(path, error)) from error
 
     async def check(self, path: str) -> bytes:
         """Return the answer to a GET; kill the server if it does not answer in `STEP_SECONDS`.
@@ -349,6 +352,12 @@ class ServerClient:
             return f"{path} of {self._process.url} failed: {error!r}"
 
 
+def with_our_plugin(variable: str) -> dict[str, str]:
+    """Return a variable that lists the plug-ins of an engine, with ours, if it is set here."""
+    listed = os.environ.get(variable)
+    return {} if listed is None else {variable: ",".join(filter(None, (listed, "agenticrun")))}
+
+
 def raise_refusal(path: str, status: int, message: str) -> NoReturn:
     """Raise the error of a request that was answered with another status than 200."""
     kind = InvalidRequest if status == 400 else EngineError
@@ -371,7 +380,7 @@ def readable_answer() -> Iterator[None]:
     """Raise `EngineError` if an answer that is read inside the `with` block has another form."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise EngineError(f"the server's answer cannot be read: {error!r}") from error
 
 

@@ -12,6 +12,7 @@ import asyncio
 import errno
 import os
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,15 +39,32 @@ class HungDisk(OSError):
 
 
 class _Segment:
-    """A file without a name, which is deleted when it is closed: after its last use."""
+    """A file without a name, which is deleted when it is closed: after its last use.
+
+    To open and to close it may wait for the disk: call the methods in threads.
+    """
 
     def __init__(self, folder: Path) -> None:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            self.descriptor = os.dup(file.fileno())
-        self.close = weakref.finalize(self, os.close, self.descriptor)
+        self._folder = folder
+        self._opening = threading.Lock()
+        self._file: tuple[int, weakref.finalize[..., _Segment]] | None = None
         self.end = 0
         self.users = 0
         """Blocks, and reads and writes that are going on."""
+
+    def close(self) -> None:
+        with self._opening:
+            if self._file is not None:
+                self._file[1]()
+
+    def descriptor(self) -> int:
+        """Return the descriptor of the file. The first call makes it."""
+        with self._opening:
+            if self._file is None:
+                with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
+                    descriptor = os.dup(file.fileno())
+                self._file = descriptor, weakref.finalize(self, os.close, descriptor)
+            return self._file[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +115,7 @@ class SpillFile:
         self._last = segment if segment.end < SEGMENT_BYTES else None
         segment.users += 1
         try:
-            await self._in_thread(segment, lambda: _write(segment.descriptor, data, block.offset))
+            await self._in_thread(segment, lambda: _write(segment.descriptor(), data, block.offset))
         except BaseException:
             if self._last is segment:
                 self._last = None  # what was written of this block is deleted with the others
@@ -113,7 +131,7 @@ class SpillFile:
             HungDisk: it takes too long.
         """
         data = await self._in_thread(
-            block.segment, lambda: _read(block.segment.descriptor, block.nbytes, block.offset)
+            block.segment, lambda: _read(block.segment.descriptor(), block.nbytes, block.offset)
         )
         if len(data) != block.nbytes or xxhash.xxh3_64_intdigest(data) != block.checksum:
             raise DamagedBlock(f"the disk of {self.folder} does not return what was spilled to it")
@@ -148,7 +166,7 @@ class SpillFile:
     def _close_unused(self, segment: _Segment) -> None:
         if not segment.users and segment is not self._last:
             self._segments.discard(segment)
-            segment.close()
+            asyncio.get_running_loop().run_in_executor(None, segment.close)
 
 
 def _hung() -> HungDisk:

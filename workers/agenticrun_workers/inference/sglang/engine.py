@@ -338,14 +338,16 @@ class SglangEngine:
 
         SGLang ignores a plug-in that fails, and would silently record log-probs at another
         temperature. The check: at a boundless temperature all tokens are equally likely. And the
-        first of two tokens has come in an event of its own, which has versions by the plug-in only.
+        first of two tokens mostly comes in an event of its own, which has versions by the plug-in
+        only.
         """
         sampling = SamplingParams(2, record_temperature=BOUNDLESS_TEMPERATURE)
         generation = await self.generate(
             GenerationRequest("plug-in", "", np.zeros(1, np.int32), sampling)
         )
-        likelihood_gap = abs(generation.logprobs_T[0] + math.log(self._limits.vocabulary))
-        if likelihood_gap > FLAT or generation.versions_T[0] < 0:
+        expected = -math.log(self._limits.vocabulary)
+        flat = np.allclose(generation.logprobs_T[:1], expected, rtol=0, atol=FLAT)
+        if not len(generation.tokens_T) or not flat or generation.versions_T[0] < 0:
             raise EngineStartError(
                 f"SGLang runs without AgenticRun's plug-in: look for `plugin` in {log}"
             )

@@ -24,6 +24,7 @@ from agenticrun_workers.inference.server_process import (
     command_line,
     find_engine,
     raise_refusal,
+    with_our_plugin,
 )
 from agenticrun_workers.types import FinishReason, GenerationRequest
 
@@ -176,6 +177,7 @@ class SglangOptions:
             *([] if self.gpus else [HERE / "cpu_stubs"]),
         ]
         environment = {
+            **with_our_plugin("SGLANG_PLUGINS"),
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             # We check `max_length` against the model's own limit. The positions that SGLang adds
             # are never used.

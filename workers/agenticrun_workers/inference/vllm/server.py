@@ -16,6 +16,7 @@ from agenticrun_workers.inference.server_process import (
     ServerSpec,
     command_line,
     find_engine,
+    with_our_plugin,
 )
 
 VERSIONS = "==0.32.*"
@@ -246,6 +247,7 @@ def _number(config: Mapping[str, Any], name: str, default: int) -> int:
 def server_environment(*, threads: int, gpu: bool) -> dict[str, str]:
     """Return the environment variables of the server's processes."""
     common = {
+        **with_our_plugin("VLLM_PLUGINS"),
         "PYTHONPATH": SERVER_PATH,
         # Adds /pause, /resume and /collective_rpc. They have no authentication, so the server
         # listens on the loopback only.
