@@ -131,6 +131,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Give everything back to the collector, or libraries complain of leaks at the end."""
+    gc.unfreeze()
+
+
 class CpuClock:
     """Notes the CPU seconds of each phase of a test, child processes that have ended included."""
 
