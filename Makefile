@@ -22,7 +22,7 @@ help: ## List the commands
 setup: $(VENV)/.done ## Make the Python environment in .venv from locks/dev.txt
 $(VENV)/.done: locks/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "AgenticRun needs Python 3.11 or newer: set PYTHON=/path/to/python3.11")'
-	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip' 2> /dev/null || { echo "this Python makes no environments with pip: install the package python3-venv (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip' 2> /dev/null || { echo "this Python makes no environments with pip: install the package with venv (Debian, Ubuntu: apt-get install $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'))"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet "$$(sed -nE 's/^(uv==[0-9.]+).*/\1/p' locks/dev.txt)"
 	@echo "installing locks/dev.txt into $(VENV) (PyTorch is several GB the first time)"

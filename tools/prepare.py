@@ -24,10 +24,10 @@ if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit("AgenticRun needs Python 3.11 or newer: set PYTHON=/path/to/python3.11")
 
 from devcluster import prerequisites
-from devcluster.clusters import HostCluster, choose
+from devcluster.clusters import Cluster, HostCluster, choose
 from devcluster.settings import Settings
 from devcluster.shell import NoClusterPossible
-from prometheus import obtainable
+from prometheus import refusal
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMETHEUS = (sys.executable, str(ROOT / "tools/prometheus.py"))
@@ -155,26 +155,46 @@ def _stop(tasks: Sequence[Task]) -> None:
         task.signal(signal.SIGKILL)
 
 
-def commands(settings: Settings, *, engines: bool) -> dict[str, Sequence[str]]:
-    """Return what has to be done on this machine, by name; install python3-venv if it is missing.
+def chosen_cluster(settings: Settings) -> Cluster | None:
+    """Return the cluster of this machine; None, after saying why, if it can have none."""
+    try:
+        return choose(settings)
+    except NoClusterPossible as error:
+        print(error, flush=True)
+        return None
+
+
+def install_venv(settings: Settings, cluster: Cluster | None) -> None:
+    """Install what Debian's Python lacks to make an environment, where we may install packages.
+
+    Both the Python environment and the programs of the cluster begin with one.
+    """
+    if isinstance(cluster, HostCluster) and not prerequisites.has_venv():
+        prerequisites.install_packages(settings)
+
+
+def commands(
+    settings: Settings, cluster: Cluster | None, *, engines: bool
+) -> dict[str, Sequence[str]]:
+    """Return what has to be done on this machine, by name.
 
     Args:
+        settings: those of the development cluster.
+        cluster: the cluster of this machine.
         engines: what only tests need, too: the environments of SGLang and vLLM, and Prometheus.
     """
     make = ("make", "--no-print-directory", "setup", *(("engines",) if engines else ()))
     found: dict[str, Sequence[str]] = {"environment": (*NICE, *make)}
-    try:
-        cluster = choose(settings)
-    except NoClusterPossible as error:
-        print(error, flush=True)
+    if cluster is None:
         return found
     if isinstance(cluster, HostCluster):
-        if not prerequisites.has_venv():  # both the environment and the programs begin with one
-            prerequisites.install_packages(settings)
         found["programs"] = (*DEVCLUSTER, "build")
     found["images"] = (*NICE, *DEVCLUSTER, "images", "--build-only")
-    if engines and obtainable(settings):
-        found["prometheus"] = PROMETHEUS
+    if engines:
+        if reason := refusal(settings):
+            print(f"no Prometheus: the tests that need it will fail: {reason}", flush=True)
+        else:
+            found["prometheus"] = PROMETHEUS
     return found
 
 
@@ -188,7 +208,10 @@ def main() -> int:
         help="also what only tests need: the environments of SGLang and vLLM, and Prometheus",
     )
     options = parser.parse_args()
-    return run_together(commands(Settings.from_environment(), engines=options.engines))
+    settings = Settings.from_environment()
+    cluster = chosen_cluster(settings)
+    install_venv(settings, cluster)
+    return run_together(commands(settings, cluster, engines=options.engines))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from devcluster.console import progress, say
+from devcluster.prerequisites import venv_package
 from devcluster.settings import HELM_VERSION, KUBERNETES_VERSION, Settings
 from devcluster.shell import CommandFailed, DevclusterError, exclusive, run
 
@@ -283,7 +284,7 @@ def _fetched(settings: Settings) -> str:
         except CommandFailed as error:
             wanted = ".".join(str(number) for number in MINIMUM_GO)
             raise DevclusterError(
-                f"put Go {wanted} or newer on PATH, or install python3-venv so that one can be"
+                f"put Go {wanted} or newer on PATH, or install {venv_package()} so that one can be"
                 f" fetched ({error})"
             ) from error
     return str(go)

@@ -47,12 +47,20 @@ def missing_packages() -> list[str]:
     if not _KEYRING.exists():
         missing.append("debian-archive-keyring")
     if not has_venv():
-        missing.append("python3-venv")
+        missing.append(venv_package())
     return missing
 
 
+def venv_package() -> str:
+    """Return Debian's package with which this Python makes environments.
+
+    python3-venv would be that of the default Python, which may be another one.
+    """
+    return f"python{sys.version_info.major}.{sys.version_info.minor}-venv"
+
+
 def has_venv() -> bool:
-    """Return False if this is Debian's Python without python3-venv: it makes no environments."""
+    """Return False if this is Debian's Python without `venv_package`: it makes no environments."""
     ours = sys.base_prefix == "/usr"
     return not ours or Path(sysconfig.get_path("stdlib"), "ensurepip").is_dir()
 

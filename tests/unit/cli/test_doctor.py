@@ -25,7 +25,7 @@ from agenticrun_workers.cli.doctor.cluster import (
 )
 from agenticrun_workers.cli.doctor.machine import space
 from agenticrun_workers.cli.doctor.placement import usable_nodes
-from agenticrun_workers.cli.kubectl import Kubectl
+from agenticrun_workers.cli.kubectl import Kubectl, SourceError
 from agenticrun_workers.findings import Verdict
 
 
@@ -219,3 +219,34 @@ def test_a_kubectl_without_a_cluster_is_told_from_none(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     finding = cluster_findings(Kubectl())["apiserver"]
     assert (finding.verdict, "set KUBECONFIG" in finding.found) == (Verdict.NOT_CHECKED, True)
+
+
+class Account(Kubectl):
+    """A kubectl of somebody who may do everything but one thing, and reads no objects."""
+
+    def __init__(self, denied: str) -> None:
+        super().__init__()
+        self._denied = denied
+
+    def run(self, *words: str, timeout: float = 60.0) -> bytes:
+        """See `Kubectl`."""
+        if words[0] == "version":
+            return b'{"serverVersion": {"gitVersion": "v1.34.0"}}'
+        if words[:2] == ("auth", "can-i"):
+            return b"no" if " ".join(words[2:]) == self._denied else b"yes"
+        raise SourceError("not now")
+
+
+@pytest.mark.parametrize(
+    ("denied", "lost"),
+    [
+        ("create pods/exec", "trace, checkpoint and logs"),
+        ("delete pods", "the pod that has read such a run (it stays for 20 minutes)"),
+        ("get pods/log", "logs --role reporter"),
+    ],
+)
+def test_a_missing_right_is_named_with_what_needs_it(denied: str, lost: str) -> None:
+    finding = cluster_findings(Account(denied))["rights"]
+    assert finding.verdict is Verdict.WARNING
+    assert finding.found == f"you may not {denied}"
+    assert f"{lost}. Ask" in finding.advice

@@ -1,8 +1,9 @@
-"""The output of a run without pods, read from its volume through a pod of some seconds."""
+"""The output of a run without pods, read from its volume through a pod that is then deleted."""
 
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import typer
 from agenticrun_api.load import parse_served
 from agenticrun_api.names import LABEL_RUN
 from agenticrun_workers.cli import reader_pod as module
+from agenticrun_workers.cli import source as source_module
 from agenticrun_workers.cli.kubectl import Kubectl, SourceError
 from agenticrun_workers.cli.reader_pod import OutputVolume, output_volume, reader_pod
 from agenticrun_workers.cli.source import ClusterSource
@@ -64,6 +66,7 @@ class Here(Kubectl):
     Attributes:
         states: of the reader pod, one at each look; the last one stays.
         refusal: what the apiserver says to a pod.
+        unanswered: what comes in place of its answer, when it has created the pod.
         interrupted: Ctrl-C comes while files are read.
     """
 
@@ -74,6 +77,7 @@ class Here(Kubectl):
         self.events: list[dict[str, Any]] = []
         self.claim: dict[str, Any] | None = {"metadata": {"name": CLAIM}}
         self.refusal = ""
+        self.unanswered: BaseException | None = None
         self.interrupted = False
         self.created: list[dict[str, Any]] = []
         self.deleted: list[str] = []
@@ -82,6 +86,8 @@ class Here(Kubectl):
         if self.refusal:
             raise SourceError(f"kubectl create -f -: {self.refusal}")
         self.created.append(manifest)
+        if self.unanswered:
+            raise self.unanswered
 
     def run(self, *words: str, timeout: float = 60.0) -> bytes:
         if words[:2] == ("delete", "pod"):
@@ -146,11 +152,26 @@ def test_the_log_of_a_driver_that_has_ended(here: Here, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "step 3\nstep 4\n"
 
 
+@pytest.mark.parametrize("kept", ["volume", "storage"])
+def test_a_driver_without_a_log_shows_the_end_that_the_status_has(here: Here, kept: str) -> None:
+    for file in ("driver.log", "driver.log.1"):
+        (here.folder / "lake-01234567" / file).unlink()
+    storage = ("spec.checkpoint", {"uri": "memory://empty"})
+    here.document = served(storage, volumeClaim=None) if kept == "storage" else here.document
+    here.document["status"]["logTail"] = "no GPU\n"
+    with pytest.raises(SourceError) as error:
+        ClusterSource(here, "lake").logs("driver", lines=2, follow=False)
+    assert str(error.value).startswith("driver.log: it is not in ")
+    assert str(error.value).endswith("Its end, as the status has it:\nno GPU\n")
+
+
 def test_the_log_of_a_driver_in_object_storage(
     here: Here, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here.document = served(("spec.checkpoint", {"uri": "memory://bucket"}), volumeClaim=None)
-    Folder("memory://bucket/lake-01234567").write("driver.log", b"step 2\nstep 3\nstep 4\n")
+    stored = Folder("memory://bucket/lake-01234567")
+    stored.write("driver.log.1", b"step 2\nstep 3\n")
+    stored.write("driver.log", b"step 4\n")
     try:
         for lines, shown in ((2, "step 3\nstep 4\n"), (0, ""), (9, "step 2\nstep 3\nstep 4\n")):
             ClusterSource(here, "lake").logs("driver", lines=lines, follow=False)
@@ -170,6 +191,33 @@ def test_a_run_that_stands_still_is_read_once(here: Here) -> None:
     here.document["status"] |= {"phase": "Succeeded"}
     assert not source.read(steps=500, samples=1).missing
     assert len(here.created) == 2
+
+
+def test_a_read_that_failed_is_tried_again_after_some_minutes(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.document["status"]["phase"] = "Suspended"
+    source = ClusterSource(here, "lake")
+    here.refusal = "Error from server: etcdserver: request timed out"
+    assert "etcdserver" in source.read().missing[0]
+    here.refusal, here.deleted = "", []
+    assert "etcdserver" in source.read().missing[0], "`watch` looks every two seconds"
+    assert not here.created
+    now = time.monotonic() + source_module.READ_AGAIN_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert not source.read().missing
+    assert not source.read().missing
+    assert len(here.created) == 1
+
+
+def test_a_claim_that_is_gone_is_not_looked_for_again(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, claim, here.claim = ClusterSource(here, "lake"), here.claim, None
+    assert f"claim {CLAIM} is gone" in source.read().missing[0]
+    here.claim, now = claim, time.monotonic() + 1e6
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert f"claim {CLAIM} is gone" in source.read().missing[0]
 
 
 @pytest.mark.parametrize("phase", ["Starting", "Running", "Restarting", "Suspending"])
@@ -250,6 +298,16 @@ def test_ctrl_c_deletes_the_pod(here: Here) -> None:
     assert here.created
 
 
+def test_a_pod_that_was_created_without_an_answer_is_deleted(here: Here) -> None:
+    here.unanswered = SourceError("kubectl create took longer than 60 s")
+    (problem,) = ClusterSource(here, "lake").read().missing
+    assert "took longer than 60 s" in problem
+    here.unanswered = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        ClusterSource(here, "lake").read()
+    assert len(here.created) == 2
+
+
 def test_an_output_folder_that_was_never_made_is_named(here: Here, tmp_path: Path) -> None:
     here.folder = tmp_path / "elsewhere"
     (problem,) = ClusterSource(here, "lake").read().missing
@@ -279,11 +337,12 @@ def test_a_run_without_storage_says_that_its_output_is_lost(here: Here) -> None:
 def test_who_may_not_create_pods_gets_the_commands(
     here: Here, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here.refusal = FORBIDDEN
+    here.refusal, here.context = FORBIDDEN, "far away"
     (problem,) = ClusterSource(here, "lake").read().missing
     said = capsys.readouterr().err
     assert f"only a pod can read claim {CLAIM}, and you may not create pods" in problem
-    for piece in ("kubectl create -f - <<'EOF'", f'"claimName": "{CLAIM}"', f"tar -C {OUTPUT}"):
+    assert said.count("kubectl '--context=far away' ") == 4
+    for piece in (" create -f - <<'EOF'", f'"claimName": "{CLAIM}"', f"tar -C {OUTPUT}"):
         assert piece in said, said
     assert not here.deleted, "there is no pod to delete"
 
@@ -303,7 +362,8 @@ def test_samples_that_cannot_be_read_are_no_samples_that_were_not_kept(
 
 
 def test_what_else_the_apiserver_says_about_the_pod_is_passed_on(here: Here) -> None:
-    here.refusal = 'pods "lake-reader-1" is forbidden: exceeded quota: compute'
+    reason = 'pods "lake-reader-1" is forbidden: exceeded quota: compute'
+    here.refusal = f'Error from server (Forbidden): error when creating "STDIN": {reason}'
     (problem,) = ClusterSource(here, "lake").read().missing
     assert "exceeded quota: compute" in problem
 
@@ -375,9 +435,46 @@ def test_a_volume_that_the_user_mounts_is_read_too() -> None:
     found = output_volume(run, cluster_folders(run)[0])
     assert found == OutputVolume(nfs, {**mount, "readOnly": True})
     assert str(found) == "volume share"
-    lost = {"volumes": [{"name": "share", "emptyDir": {}}], "volumeMounts": [mount]}
-    run = parse_served(served(("spec.roles.driver", lost), where, volumeClaim=None))
-    assert output_volume(run, cluster_folders(run)[0]) is None
+
+
+ON_NODE = {"name": "share", "hostPath": {"path": "/mnt"}}
+
+
+def volume_of(driver: dict[str, Any]) -> OutputVolume | None:
+    """Return the volume with the output, of a run that keeps it below /data/runs."""
+    where = ("spec.checkpoint", {"uri": "/data/runs"})
+    run = parse_served(served(("spec.roles.driver", driver), where, volumeClaim=None))
+    return output_volume(run, cluster_folders(run)[0])
+
+
+@pytest.mark.parametrize(
+    "source", [{"emptyDir": {}}, {"ephemeral": {"volumeClaimTemplate": {"spec": {}}}}]
+)
+def test_a_volume_that_goes_with_its_pod_is_lost(source: dict[str, Any]) -> None:
+    mount = {"name": "share", "mountPath": "/data"}
+    driver = {"volumes": [{"name": "share", **source}], "volumeMounts": [mount]}
+    assert volume_of(driver) is None
+
+
+def test_the_nearest_mount_above_the_output_has_it() -> None:
+    nfs = {"name": "share", "nfs": {"server": "nas", "path": "/"}}
+    claim = {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}}
+    mounts = [{"name": "share", "mountPath": "/data"}, {"name": "runs", "mountPath": "/data/runs/"}]
+    for order in (mounts, mounts[::-1]):
+        found = volume_of({"volumes": [nfs, claim], "volumeMounts": order})
+        assert found is not None
+        assert found.claim == "runs"
+    lost = {"name": "runs", "emptyDir": {}}
+    assert volume_of({"volumes": [nfs, lost], "volumeMounts": mounts}) is None
+
+
+def test_a_folder_of_a_node_is_read_only_on_a_node_that_is_named() -> None:
+    mount = {"name": "share", "mountPath": "/data", "subPath": "rl"}
+    driver: dict[str, Any] = {"volumes": [ON_NODE], "volumeMounts": [mount]}
+    with pytest.raises(SourceError, match="/mnt/rl/runs/lake-01234567 on the node where"):
+        volume_of(driver)
+    found = volume_of({**driver, "nodeSelector": {"kubernetes.io/hostname": "a"}})
+    assert found == OutputVolume(ON_NODE, {**mount, "readOnly": True})
 
 
 def test_the_folder_of_a_run_that_names_no_storage_is_on_the_claim_in_its_status() -> None:

@@ -15,8 +15,9 @@ import pytest
 from devcluster import prerequisites
 from devcluster.clusters import ContextCluster, HostCluster
 from devcluster.settings import Settings
-from devcluster.shell import NoClusterPossible
+from devcluster.shell import DevclusterError, NoClusterPossible
 from processes import lives
+from prometheus import fetch, refusal
 from testcluster import ROOT
 from waiting import eventually
 
@@ -111,17 +112,19 @@ def test_an_interrupt_stops_everything(tmp_path: Path) -> None:
 
 
 def test_what_is_done_depends_on_the_cluster_of_the_machine(
-    prepare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prepare: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = Settings(tmp_path, tmp_path / "cache", tmp_path / "state")
 
     def names(cluster: object, engines: bool = False) -> list[str]:
-        monkeypatch.setattr(prepare, "choose", lambda settings: cluster)
-        return list(prepare.commands(settings, engines=engines))
+        return list(prepare.commands(settings, cluster, engines=engines))
 
     assert names(HostCluster(settings)) == ["environment", "programs", "images"]
     assert names(ContextCluster(settings)) == ["environment", "images"]
-    monkeypatch.setattr(prepare, "obtainable", lambda settings: True)
+    monkeypatch.setattr(prepare, "refusal", lambda settings: None)
     assert names(ContextCluster(settings), engines=True) == ["environment", "images", "prometheus"]
     assert names(ContextCluster(settings)) == ["environment", "images"], "not for the demo"
 
@@ -129,7 +132,9 @@ def test_what_is_done_depends_on_the_cluster_of_the_machine(
         raise NoClusterPossible("not root")
 
     monkeypatch.setattr(prepare, "choose", none)
-    only = prepare.commands(settings, engines=True)
+    assert prepare.chosen_cluster(settings) is None
+    assert capsys.readouterr().out == "not root\n"
+    only = prepare.commands(settings, None, engines=True)
     assert list(only) == ["environment"]
     assert only["environment"][-2:] == ("setup", "engines")
 
@@ -138,17 +143,69 @@ def test_debians_python_without_venv_gets_it_before_anything_needs_it(
     prepare: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(tmp_path, tmp_path / "cache", tmp_path / "state")
-    installed: list[list[str]] = []
+    done: list[str] = []
 
     def install(settings: Settings) -> None:
-        installed.append(prerequisites.missing_packages())
+        done.extend(name for name in prerequisites.missing_packages() if name.endswith("-venv"))
 
     monkeypatch.setattr(prerequisites, "install_packages", install)
+    monkeypatch.setattr(prepare, "run_together", lambda commands: done.extend(commands))
     monkeypatch.setattr(prepare, "choose", lambda settings: HostCluster(settings))
     monkeypatch.setattr(sys, "base_prefix", "/usr")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    prepare.commands(settings, engines=False)
-    assert "python3-venv" in installed[0]
+    monkeypatch.setattr(sys, "argv", ["prepare.py"])
+    prepare.commands(settings, HostCluster(settings), engines=False)
+    assert not done, "to list what is to do does nothing"
+    prepare.main()
+    ours = f"python{sys.version_info.major}.{sys.version_info.minor}-venv"
+    assert done == [ours, "environment", "programs", "images"]
     (tmp_path / "ensurepip").mkdir()
-    prepare.commands(settings, engines=False)
-    assert len(installed) == 1
+    prepare.main()
+    assert done.count(ours) == 1
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """A machine with nothing on PATH, and nobody is root."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("prometheus.LISTS", tmp_path / "lists")
+    return Settings(tmp_path, tmp_path / "cache", tmp_path / "state")
+
+
+def program(file: Path) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("#!/bin/sh\nexit 100\n")
+    file.chmod(0o755)
+
+
+def test_prometheus_on_path_is_both_programs_in_one_folder(
+    prepare: ModuleType,
+    bare: Settings,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = tmp_path / "other"
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{other}")
+    program(tmp_path / "promtool")
+    program(other / "prometheus")
+    assert "prometheus" not in prepare.commands(bare, ContextCluster(bare), engines=True)
+    why = "put prometheus and promtool on PATH: there is no apt-get"
+    assert f"the tests that need it will fail: {why}" in capsys.readouterr().out
+    with pytest.raises(DevclusterError, match=why):
+        fetch(bare)
+    program(other / "promtool")
+    assert "prometheus" in prepare.commands(bare, ContextCluster(bare), engines=True)
+    assert fetch(bare) == other
+
+
+def test_only_root_can_renew_the_lists_of_packages(bare: Settings, tmp_path: Path) -> None:
+    program(tmp_path / "apt-get")
+    advice = "put prometheus and promtool on PATH, or run `apt-get update` as root: "
+    assert refusal(bare) == f"{advice}there are no lists of packages"
+    (tmp_path / "lists").mkdir()
+    (tmp_path / "lists/deb_main_Packages.lz4").touch()
+    assert refusal(bare) is None
+    with pytest.raises(DevclusterError, match=f"{advice}apt-get download prometheus ended"):
+        fetch(bare)

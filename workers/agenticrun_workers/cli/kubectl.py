@@ -35,6 +35,7 @@ class Kubectl:
     """Kubectl with a namespace and a context."""
 
     def __init__(self, namespace: str | None = None, context: str | None = None) -> None:
+        self.context = context
         self._options = [
             *([f"--namespace={namespace}"] if namespace else []),
             *([f"--context={context}"] if context else []),

@@ -1,10 +1,11 @@
-"""Reads the volume of a run without pods, through a pod of a minute or less.
+"""Reads the volume of a run without pods, through a pod that lives until the files are read.
 
 The person creates the pod, with the rights of their kubectl. It has the image of the run's head,
 which the nodes have, runs as the user who wrote the files, mounts them read-only and sleeps until
 `kubectl exec` has read them. It has no label by which the operator finds the pods of runs.
-It is deleted afterwards, also on Ctrl-C and on errors. If that fails, it ends on its own, and goes
-with the run.
+It is deleted afterwards, also on Ctrl-C and on errors: mostly after some seconds, and after minutes
+if its node pulls the image. If that fails, it ends on its own after `LIFE_SECONDS`, and goes with
+the run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -57,9 +58,17 @@ _PLACE = frozenset({"nodeSelector", "tolerations", "affinity", "runtimeClassName
 _IDENTITY = ("runAsUser", "runAsGroup", "supplementalGroups", "seLinuxOptions")
 """Fields of a security context that decide who can read the files."""
 _HOPELESS = frozenset({"ErrImageNeverPull", "ImagePullBackOff", "InvalidImageName"})
+_LOST = frozenset({"emptyDir", "ephemeral"})
+"""Kinds of volumes that go with their pod."""
+_HOST_LABEL = "kubernetes.io/hostname"
+"""The label that picks one node."""
 
 
-class MayNotCreatePods(SourceError):
+class Unreadable(SourceError):
+    """The output cannot be read, and another try ends the same way."""
+
+
+class MayNotCreatePods(Unreadable):
     """The person has no right to create pods in the run's namespace."""
 
 
@@ -84,6 +93,9 @@ def output_volume(run: AgenticRun, output: Path) -> OutputVolume | None:
     """Return the volume with the output folder; None if it was lost with the pods.
 
     It is the claim in the run's status, or a volume that the user mounts in the driver's pod.
+
+    Raises:
+        Unreadable: it is a folder of a node (hostPath), and nothing says of which one.
     """
     if claim := run.status.volume_claim:
         return OutputVolume(
@@ -95,12 +107,25 @@ def output_volume(run: AgenticRun, output: Path) -> OutputVolume | None:
     (ray,) = _ray_container(overlay) or ({},)
     found = [*driver.volumes, *(overlay.get("volumes") or ())]
     volumes = {volume.get("name"): volume for volume in found}
-    for mount in [*driver.volume_mounts, *(ray.get("volumeMounts") or ())]:
-        volume = volumes.get(mount.get("name"))
-        below = PurePosixPath(output).is_relative_to(str(mount.get("mountPath")))
-        if below and volume and "emptyDir" not in volume:
-            return OutputVolume(volume, {**mount, "readOnly": True})
-    return None
+    mounts = [*driver.volume_mounts, *(ray.get("volumeMounts") or ())]
+    folders = {Path(str(mount.get("mountPath"))): mount for mount in mounts}
+    above = next((path for path in (output, *output.parents) if path in folders), None)
+    if above is None:
+        return None
+    mount = folders[above]  # of several mounts above a folder, the nearest one has it
+    volume = volumes.get(mount.get("name"))
+    if volume is None or volume.keys() & _LOST:
+        return None
+    if "hostPath" in volume:
+        pinned = driver.node_selector | (overlay.get("nodeSelector") or {})
+        if _HOST_LABEL not in pinned:
+            parts = (str(volume["hostPath"].get("path")), str(mount.get("subPath") or ""))
+            raise Unreadable(
+                f"the output is in {Path(*parts, output.relative_to(above))} on the node where the "
+                f"driver ran (hostPath): read it there. With {_HOST_LABEL} in "
+                "spec.roles.driver.nodeSelector, a pod can read it"
+            )
+    return OutputVolume(volume, {**mount, "readOnly": True})
 
 
 def reader_pod(run: AgenticRun, output: OutputVolume) -> Manifest:
@@ -193,19 +218,19 @@ def running_reader(kubectl: Kubectl, pod: Manifest, output: OutputVolume) -> Ite
 
     Raises:
         MayNotCreatePods: the person has no right to.
-        SourceError: the claim is gone, or the pod does not run within `START_SECONDS`; with the
-            reason.
+        Unreadable: the claim is gone.
+        SourceError: the pod does not run within `START_SECONDS`; with the reason.
     """
     _require_claim(kubectl, output)
     name = pod["metadata"]["name"]
     try:
         kubectl.create(pod)
-    except SourceError as error:
+    except (SourceError, KeyboardInterrupt) as error:
+        # After Ctrl-C, or without an answer in time, the pod may be there.
+        if "(Forbidden)" not in str(error):
+            _delete(kubectl, name)
         if 'cannot create resource "pods"' in str(error):
             raise MayNotCreatePods(str(error)) from None
-        raise
-    except KeyboardInterrupt:  # the pod may be there already
-        _delete(kubectl, name)
         raise
     try:
         _wait(kubectl, name, output)
@@ -215,17 +240,17 @@ def running_reader(kubectl: Kubectl, pod: Manifest, output: OutputVolume) -> Ite
 
 
 def _require_claim(kubectl: Kubectl, output: OutputVolume) -> None:
-    """Raise `SourceError` if the claim does not exist. A pod would wait for it."""
+    """Raise `Unreadable` if the claim does not exist. A pod would wait for it."""
     if output.claim is None:
         return
     try:
         claim = kubectl.json("persistentvolumeclaim", output.claim)
     except SourceError as error:
         if "(NotFound)" in str(error):
-            raise SourceError(f"{output} is gone, and the run's output with it") from None
+            raise Unreadable(f"{output} is gone, and the run's output with it") from None
         return  # one may be allowed to create pods, and not to read claims
     if claim["metadata"].get("deletionTimestamp"):
-        raise SourceError(f"{output} is being deleted, so no new pod can mount it")
+        raise Unreadable(f"{output} is being deleted, so no new pod can mount it")
 
 
 def _wait(kubectl: Kubectl, name: str, output: OutputVolume) -> None:
@@ -292,7 +317,7 @@ def _delete(kubectl: Kubectl, name: str) -> None:
             )
         except SourceError as error:
             typer.echo(
-                f"pod {name} is left ({error}); it ends within {LIFE_SECONDS // 60} minutes, "
+                f"pod {name} may be left ({error}); it ends within {LIFE_SECONDS // 60} minutes, "
                 "and is deleted with the run",
                 err=True,
             )
@@ -311,16 +336,23 @@ def _ignoring_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def commands_by_hand(pod: Manifest, output: Path) -> str:
-    """Return shell commands that copy the output folder, for somebody who may create pods."""
+def commands_by_hand(pod: Manifest, output: Path, context: str | None) -> str:
+    """Return shell commands that copy the output folder, for somebody who may create pods.
+
+    Args:
+        pod: the pod that reads it.
+        output: the output folder in the pod.
+        context: kubectl's context, if the person named one.
+    """
+    kubectl = shlex.join(["kubectl", *([f"--context={context}"] if context else [])])
     metadata = pod["metadata"]
     run, folder = metadata["labels"][LABEL_READER], shlex.quote(str(output))
     name = f"-n {metadata['namespace']} {metadata['name']}"
     lines = (
-        f"kubectl create -f - <<'EOF'\n{json.dumps(pod)}\nEOF",
-        f"kubectl wait --for=condition=Ready --timeout=300s pod {name}",
-        f"mkdir {run} && kubectl exec {name} -- tar -C {folder} --exclude './step-*' -c . "
+        f"{kubectl} create -f - <<'EOF'\n{json.dumps(pod)}\nEOF",
+        f"{kubectl} wait --for=condition=Ready --timeout=300s pod {name}",
+        f"mkdir {run} && {kubectl} exec {name} -- tar -C {folder} --exclude './step-*' -c . "
         f"| tar -x -C {run}",
-        f"kubectl delete pod {name}",
+        f"{kubectl} delete pod {name}",
     )
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 Commands that show or steer a run take `RUN`, and work on both through `RunSource`. On a cluster,
 kubectl does the talking: whatever a person's kubectl can reach and sign in to, these commands can.
 The output folder is read in the head pod (`kubectl exec`). Once that is gone, object storage is
-read from here, and a volume in a pod that mounts it for some seconds (`reader_pod.py`).
+read from here, and a volume in a pod that mounts it until it is read (`reader_pod.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -55,6 +56,7 @@ from agenticrun_workers.cli.kubectl import Kubectl, NoCluster, SourceError
 from agenticrun_workers.cli.reader_pod import (
     READER_CONTAINER,
     MayNotCreatePods,
+    Unreadable,
     commands_by_hand,
     output_volume,
     reader_pod,
@@ -370,8 +372,9 @@ class ClusterSource:
         self._name = name
         self._copy: Path | None = None
         self._output: str | None = None
-        self._volume_reads: dict[tuple[object, ...], str] = {}
-        """Reads of the volume, by what was read in which state: the error, or nothing.
+        self._volume_reads: dict[tuple[object, ...], tuple[str, float]] = {}
+        """Reads of the volume, by what was read in which state: the error, or nothing, and when
+        to try again.
 
         Nothing changes there while the run has no pods, and `watch` looks every two seconds.
         """
@@ -561,27 +564,30 @@ class ClusterSource:
         else:
             job = run.status.job.submission_id if run.status.job else ""
             key = (run.status.phase, job, steps, samples)
-            if key not in self._volume_reads:
-                self._volume_reads[key] = ""
+            problem, again = self._volume_reads.get(key, ("", -math.inf))
+            if time.monotonic() >= again:
+                problem, again = "", math.inf
                 try:
                     with self._reader(run, output) as pod:
                         unpack(self._execute(pod, READER_CONTAINER, *pack), folder)
                 except SourceError as error:
-                    self._volume_reads[key] = str(error)
-            if problem := self._volume_reads[key]:
+                    final = isinstance(error, Unreadable)
+                    problem = str(error)
+                    again = math.inf if final else time.monotonic() + READ_AGAIN_SECONDS
+                self._volume_reads[key] = problem, again
+            if problem:
                 raise SourceError(problem)
 
     def _log_of_an_ended_driver(self, document: Mapping[str, Any], lines: int) -> str:
-        """Return the end of driver.log."""
+        """Return the end of the driver's log: of driver.log, and of the full file before it."""
         try:
             run = parse_served(dict(document))
             output, base = _folders(run)
             if "://" in base:
-                rows = read_stored(base, "driver.log").splitlines(keepends=True)
+                rows = stored_log(base).splitlines(keepends=True)
                 return "".join(rows[max(0, len(rows) - lines) :])
             with self._reader(run, output) as pod:
-                script = 'cd "$1" && cat driver.log.1 driver.log 2>/dev/null | tail -n "$2"'
-                words = ("sh", "-c", script, "sh", str(output), str(lines))
+                words = ("sh", "-c", LOG_END, "sh", str(output), str(lines), *DRIVER_LOGS)
                 return self._execute(pod, READER_CONTAINER, *words).decode(errors="replace")
         except (InvalidRun, SourceError) as error:
             tail = repair_status(document.get("status")).log_tail
@@ -594,17 +600,20 @@ class ClusterSource:
     @contextmanager
     def _reader(self, run: AgenticRun, output: Path) -> Iterator[str]:
         """Yield the name of a pod that has the output folder; it lasts as long as the context."""
-        volume, phase = output_volume(run, output), run.status.phase
+        phase = run.status.phase
         if not phase.finished and phase is not Phase.SUSPENDED:
             # The run's own pods need the volume, perhaps on another node.
             raise SourceError(f"the run is {phase} and has no head pod: try again when it trains")
+        volume = output_volume(run, output)
         if volume is None:
             none = run.spec.checkpoint is not None and run.spec.checkpoint.none
             reason = "it saves no checkpoints (checkpoint.none)" if none else f"{output} was theirs"
-            raise SourceError(f"the run's output was lost with its pods: {reason}")
+            raise Unreadable(f"the run's output was lost with its pods: {reason}")
         state = "has ended" if phase.finished else "is suspended"
         typer.echo(
-            f"the run {state}: reading its output from {volume} with a pod, a few seconds", err=True
+            f"the run {state}: reading its output from {volume} with a pod, which takes seconds, "
+            "or minutes if its node pulls the image",
+            err=True,
         )
         pod = reader_pod(run, volume)
         try:
@@ -613,11 +622,11 @@ class ClusterSource:
         except MayNotCreatePods:
             typer.echo(
                 f"You may not create pods here. Somebody who may copies the output with:\n\n"
-                f"{commands_by_hand(pod, output)}\n\n"
+                f"{commands_by_hand(pod, output, self._kubectl.context)}\n\n"
                 f"Then name the folder ./{self._name} instead of the run.",
                 err=True,
             )
-            raise SourceError(
+            raise Unreadable(
                 f"only a pod can read {volume}, and you may not create pods in namespace "
                 f"{run.metadata.namespace}"
             ) from None
@@ -638,6 +647,25 @@ class ClusterSource:
 RESOURCE = f"{PLURAL}.{GROUP}"
 RAY_LOGS = "/tmp/ray/session_latest/logs"
 PACK_SECONDS = 600.0
+READ_AGAIN_SECONDS = 180.0
+"""Time after which `watch` reads a volume again that could not be read."""
+DRIVER_LOGS = ("driver.log.1", "driver.log")
+"""Files of an output folder with the driver's log, the older one first."""
+
+LOG_END = """
+cd "$1" || exit
+lines=$2 && shift 2
+for file; do
+    shift
+    [ ! -r "$file" ] || set -- "$@" "$file"
+done
+[ $# -gt 0 ] || { echo "it is not in $PWD, or this user may not read it" >&2; exit 3; }
+cat "$@" | tail -n "$lines"
+"""
+"""Writes the end of files that follow each other to standard output.
+
+Arguments: the folder, the number of lines, and the names of the files.
+"""
 
 PACK = """
 cd "$1" 2>/dev/null || { echo "there is no folder $1 yet" >&2; exit 3; }
@@ -689,12 +717,19 @@ def unpack(packed: bytes, folder: Path) -> None:
         archive.extractall(folder, filter="data")
 
 
-def read_stored(base: str, name: str) -> str:
-    """Return a text file of an output folder in object storage."""
+def stored_log(base: str) -> str:
+    """Return the driver's log from an output folder in object storage."""
     from agenticrun_workers.storage import Folder
 
+    parts = []
     with _naming(base):
-        return Folder(base).read(name).decode(errors="replace")
+        storage = Folder(base)
+        for name in DRIVER_LOGS:
+            with suppress(FileNotFoundError):
+                parts.append(storage.read(name))
+    if not parts:
+        raise SourceError(f"it is not in {base}")
+    return b"".join(parts).decode(errors="replace")
 
 
 @contextmanager

@@ -341,9 +341,10 @@ def default_class(classes: Objects) -> Finding:
 RIGHTS: Mapping[tuple[str, str], str] = {
     ("create", RESOURCE := f"{PLURAL}.{GROUP}"): "apply a run",
     ("patch", RESOURCE): "stop, suspend and resume",
-    ("create", "pods/exec"): "watch with curves, samples, report and checkpoint",
+    ("create", "pods/exec"): "watch with curves, samples, report, trace, checkpoint and logs",
     ("create", "pods"): "watch, samples, logs and report of a run that has ended, from its claim",
-    ("get", "pods/log"): "logs",
+    ("delete", "pods"): "deleting the pod that has read such a run (it stays for 20 minutes)",
+    ("get", "pods/log"): "logs --role reporter",
 }
 
 
