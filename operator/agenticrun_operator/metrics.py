@@ -62,7 +62,8 @@ QUEUE_OLDEST = Gauge(
 )
 UNREADABLE_RUNS = Gauge(
     "agenticrun_operator_unreadable_runs",
-    "Runs that the operator cannot read (condition Accepted is False). They have no other metrics.",
+    "Runs that the operator cannot read and that have not ended: Accepted is False, or the status "
+    "is damaged. They have no other metrics.",
 )
 HEADS_UNREACHABLE = Gauge(
     "agenticrun_operator_unreachable_heads", "Runs whose head did not answer the last request."

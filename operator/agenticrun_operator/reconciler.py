@@ -17,7 +17,7 @@ from agenticrun_api import (
     Phase,
     Progress,
 )
-from agenticrun_api.load import parse_served
+from agenticrun_api.load import parse_served, repair_status
 from agenticrun_api.names import KIND
 from agenticrun_operator.applying import Applier
 from agenticrun_operator.cluster import (
@@ -136,7 +136,8 @@ class Reconciler:
         self._full_look_seconds = full_look_seconds
         self._clock = clock
         self._cache: dict[Key, RunCache] = {}
-        self._unreadable: set[Key] = set()
+        self._unreadable: dict[Key, RunState] = {}
+        """Runs that cannot be read, with their status."""
 
     def is_current(self, key: Key) -> bool:
         """Return True if the newest version of the run that the watch saw was read or written here.
@@ -149,11 +150,17 @@ class Reconciler:
 
     def known_keys(self) -> list[Key]:
         """Return the runs that are remembered here."""
-        return list(self._cache)
+        return [*self._cache, *self._unreadable]
 
     def run_states(self) -> list[RunState]:
-        """Return what is known of each run, for metrics."""
-        return [RunState(cached.run, cached.progress) for cached in self._cache.values()]
+        """Return what is known of each run, for metrics.
+
+        A run that cannot be read and has not ended is only counted: its status is old.
+        """
+        return [
+            *(RunState(key, item.run.status, item.progress) for key, item in self._cache.items()),
+            *(state for state in self._unreadable.values() if state.ended),
+        ]
 
     async def reconcile(self, item: Item) -> float | None:
         """Observe the run, plan and apply.
@@ -229,10 +236,9 @@ class Reconciler:
             run = before.run if before and same else _read(document, before)
         except InvalidRun as error:
             self._cache.pop(key, None)
-            self._note_readable(key, False)
-            await self._handle_unreadable(document, error)
+            await self._handle_unreadable(key, document, error)
             return None, True
-        self._note_readable(key, True)
+        self._note_unreadable(key, None)
         known = before if before and not fresh and self._knows_children(before, run) else None
         if run.status.phase is Phase.PENDING and self._images.missing_engine(run):
             objects = ObservedObjects({}, (), None)  # nothing can be done for it
@@ -396,17 +402,27 @@ class Reconciler:
             end_time=end_time,
         )
 
-    async def _handle_unreadable(self, document: Manifest, error: InvalidRun) -> None:
+    async def _handle_unreadable(self, key: Key, document: Manifest, error: InvalidRun) -> None:
+        self._note_unreadable(key, document)  # also if the write is refused
         plan_ = plan_unreadable(document, error.errors, self._clock())
         stored = await self._applier.write_status(document, plan_)
+        self._note_unreadable(key, stored)
         await self._applier.delete_and_report(plan_, stored)
 
-    def _note_readable(self, key: Key, readable: bool) -> None:
-        (self._unreadable.discard if readable else self._unreadable.add)(key)
-        UNREADABLE_RUNS.set(len(self._unreadable))
+    def _note_unreadable(self, key: Key, document: Manifest | None) -> None:
+        """Remember for metrics that a run cannot be read; None: it can, or it is gone.
+
+        One that has ended, or is being deleted, does not wait for an operator that can read it.
+        """
+        self._unreadable.pop(key, None)
+        if document:
+            state = RunState(key, repair_status(document.get("status")))
+            if state.ended or "deletionTimestamp" not in document["metadata"]:
+                self._unreadable[key] = state
+        UNREADABLE_RUNS.set(sum(not state.ended for state in self._unreadable.values()))
 
     def _forget(self, key: Key) -> None:
-        self._note_readable(key, True)
+        self._note_unreadable(key, None)
         self._conflicts.pop(key, None)
         cached = self._cache.pop(key, None)
         if cached:
@@ -426,8 +442,12 @@ def _read(document: Manifest, before: RunCache | None) -> AgenticRun:
 
 
 def _newest_progress(cached: RunCache, observed: Observed) -> Progress | None:
-    """Return the snapshot to keep. A driver that starts has no numbers yet: the last ones stay."""
-    if cached.run.status.phase.finished:
+    """Return the snapshot to keep.
+
+    A driver that starts has no numbers yet: the last ones stay. A run that has ended or is
+    suspended makes no steps, so it has none.
+    """
+    if cached.run.status.phase.finished or cached.run.status.phase is Phase.SUSPENDED:
         return None
     seen = own_progress(cached.run, observed.progress)
     starts = seen is None or seen.activity is Activity.STARTING or seen.max_steps == 0

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from agenticrun_api import AgenticRun, ConditionType, Progress
+from agenticrun_api import AgenticRunStatus, ConditionType, Progress
 
 STEP_METRICS = (
     *("time/step", "time/rollout", "time/train", "time/sync", "weight_sync/seconds"),
@@ -35,14 +35,16 @@ _LAST_WORDS = frozenset({ConditionType.COMPLETE.value, ConditionType.FAILED.valu
 class RunState:
     """What the operator knows of one run."""
 
-    run: AgenticRun
-    progress: Progress | None
+    key: tuple[str, str]
+    """(namespace, name)"""
+    status: AgenticRunStatus
+    progress: Progress | None = None
     """The newest progress snapshot. None: none has been seen since the operator's start, or the run
-    has ended."""
+    has ended or is suspended."""
 
     @property
     def ended(self) -> bool:
-        return self.run.status.phase.finished
+        return self.status.phase.finished
 
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
@@ -66,7 +68,7 @@ class Series:
         family = kind(self.name, self.help, labels=labels)
         for state in states:
             for more, value in self.samples(state):
-                family.add_metric((*state.run.key, *more), value)
+                family.add_metric((*state.key, *more), value)
         return family
 
 
@@ -79,7 +81,7 @@ def _time(text: str | None) -> Samples:
 
 
 def _conditions(state: RunState) -> Samples:
-    for item in state.run.status.conditions:
+    for item in state.status.conditions:
         if state.ended == (item.type in _LAST_WORDS):
             yield (item.type, item.status, item.reason), 1.0
 
@@ -89,8 +91,8 @@ def _step_metrics(state: RunState) -> Samples:
     return [((name,), found[name]) for name in STEP_METRICS if name in found]
 
 
-def _roles(read: Callable[[AgenticRun], Samples]) -> Callable[[RunState], Samples]:
-    return lambda state: () if state.ended else read(state.run)
+def _until_end(read: Callable[[AgenticRunStatus], Samples]) -> Callable[[RunState], Samples]:
+    return lambda state: () if state.ended else read(state.status)
 
 
 def _of_step(name: str) -> Callable[[RunState], Samples]:
@@ -102,7 +104,7 @@ SERIES = (
     Series(
         "agenticrun_run_phase",
         "1, with the run's phase.",
-        lambda state: [((state.run.status.phase.value,), 1.0)],
+        lambda state: [((state.status.phase.value,), 1.0)],
         ("phase",),
     ),
     Series(
@@ -114,79 +116,71 @@ SERIES = (
     Series(
         "agenticrun_run_activity",
         "1, with what the driver does now.",
-        lambda state: (
-            [((state.run.status.activity,), 1.0)]
-            if state.run.status.activity and not state.ended
-            else ()
-        ),
+        _until_end(lambda status: [((status.activity,), 1.0)] if status.activity else ()),
         ("activity",),
     ),
     Series(
         "agenticrun_run_restarts",
         "Restarts of the driver, after failures and after orderly stops.",
-        lambda state: _plain(state.run.status.restarts),
+        lambda state: _plain(state.status.restarts),
         counter=True,
     ),
     Series(
         "agenticrun_run_failures_without_progress",
         "Failures since the run last got further. Above failurePolicy.maxRestarts, the run fails.",
-        lambda state: _plain(state.run.status.failures_without_progress),
+        _until_end(lambda status: _plain(status.failures_without_progress)),
     ),
     Series(
         "agenticrun_run_step",
         "Completed training steps.",
-        lambda state: _plain(state.run.status.step),
+        lambda state: _plain(state.status.step),
     ),
     Series(
         "agenticrun_run_max_steps",
         "Training steps of the whole run.",
-        lambda state: _plain(state.run.status.max_steps),
+        lambda state: _plain(state.status.max_steps),
     ),
     Series(
         "agenticrun_run_last_step_timestamp_seconds",
         "Time at which the newest step was done, by the clock of the driver's node.",
-        lambda state: _time(state.run.status.last_step_time),
+        lambda state: _time(state.status.last_step_time),
     ),
     Series(
         "agenticrun_run_start_timestamp_seconds",
         "Time at which the operator created the objects of the run.",
-        lambda state: _time(state.run.status.start_time),
+        lambda state: _time(state.status.start_time),
     ),
     Series(
         "agenticrun_run_completion_timestamp_seconds",
         "Time at which the run ended.",
-        lambda state: _time(state.run.status.completion_time),
+        lambda state: _time(state.status.completion_time),
     ),
     Series(
         "agenticrun_run_checkpoint_step",
         "Step of the newest checkpoint.",
-        lambda state: _plain(
-            state.run.status.checkpoint.step if state.run.status.checkpoint else None
-        ),
+        lambda state: _plain(state.status.checkpoint.step if state.status.checkpoint else None),
     ),
     Series(
         "agenticrun_run_checkpoint_timestamp_seconds",
         "Time at which the newest checkpoint was complete, by the clock of the driver's node.",
-        lambda state: _time(
-            state.run.status.checkpoint.time if state.run.status.checkpoint else None
-        ),
+        lambda state: _time(state.status.checkpoint.time if state.status.checkpoint else None),
     ),
     Series(
         "agenticrun_run_pods",
         "Pods that a role has in the spec.",
-        _roles(lambda run: [((role.name,), float(role.desired)) for role in run.status.roles]),
+        _until_end(lambda status: [((role.name,), float(role.desired)) for role in status.roles]),
         ("role",),
     ),
     Series(
         "agenticrun_run_ready_pods",
         "Pods of a role that are ready.",
-        _roles(lambda run: [((role.name,), float(role.ready)) for role in run.status.roles]),
+        _until_end(lambda status: [((role.name,), float(role.ready)) for role in status.roles]),
         ("role",),
     ),
     Series(
         "agenticrun_run_gpus",
         "GPUs that the pods of a role request together.",
-        _roles(lambda run: [((role.name,), float(role.gpus)) for role in run.status.roles]),
+        _until_end(lambda status: [((role.name,), float(role.gpus)) for role in status.roles]),
         ("role",),
     ),
     Series(

@@ -14,7 +14,7 @@ from prometheus_server import RULES, exposed, promtool
 from testcluster import ROOT
 
 CASES = Path(__file__).parent / "rules_test.yaml"
-MINUTES = (5, 20, 60)
+MINUTES = (5, 10, 20, 60)
 """At which nothing may fire while all is well."""
 
 

@@ -45,6 +45,17 @@ def test_every_alert_has_its_section_and_its_runbook() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning")
 
 
+def test_the_page_names_the_critical_alerts() -> None:
+    (text,) = re.findall(r"`severity` is `critical` for (.+); `warning` for all others", PAGE)
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    assert re.findall(r"AgenticRun\w+", text) == [
+        rule["alert"]
+        for group in groups
+        for rule in group["rules"]
+        if rule["labels"]["severity"] == "critical"
+    ]
+
+
 def test_metrics_that_are_named_exist() -> None:
     for text in (PAGE, RULES.read_text(), DASHBOARD.read_text()):
         named = {SUFFIXES.sub("", name) for name in METRIC.findall(text)}

@@ -70,7 +70,23 @@ async def test_a_run_that_has_ended_keeps_what_is_about_its_end(
     }
     assert found["agenticrun_run_completion_timestamp_seconds"][0][1] > 1.7e9
     gone = {"staleness", "metric", "pods", "ready_pods", "gpus", "activity", "step_seconds"}
+    gone.add("failures_without_progress")
     assert not {f"agenticrun_run_{name}" for name in gone} & set(found)
+
+
+async def test_a_suspended_run_has_no_numbers_of_steps(world: World, operator: Operator) -> None:
+    await training(operator, 1, reward=0.5, tokens_per_second=100.0, metrics={"time/step": 1.0})
+    world.change_run(("suspend", True))
+    await operator.settle()
+    world.end_driver(Outcome.STOPPED)
+    await operator.settle()
+    world.collect_garbage()
+    await operator.settle()
+    found = scraped(operator)
+    assert found["agenticrun_run_phase"] == [({"phase": "Suspended"}, 1)]
+    assert found["agenticrun_run_step"] == [({}, 1)]
+    of_steps = {"reward", "tokens_per_second", "staleness", "step_seconds", "metric"}
+    assert not {f"agenticrun_run_{name}" for name in of_steps} & set(found)
 
 
 async def test_the_series_of_a_deleted_run_go(world: World, operator: Operator) -> None:
@@ -80,20 +96,69 @@ async def test_the_series_of_a_deleted_run_go(world: World, operator: Operator) 
     assert scraped(operator) == {}
 
 
+def unreadable() -> float:
+    """Return the number of runs that the operator says that it cannot read."""
+    (family,) = UNREADABLE_RUNS.collect()
+    return family.samples[0].value
+
+
+NONSENSE = ("model", {"nonsense": 1})
+"""A change that the operator cannot read."""
+
+
 async def test_a_run_that_cannot_be_read_is_counted_until_it_can(
     world: World, operator: Operator
 ) -> None:
     await operator.settle()
     model = world.run["spec"]["model"]
-    world.change_run(("model", {"nonsense": 1}))
+    world.change_run(NONSENSE)
     await operator.reconcile()
-    (family,) = UNREADABLE_RUNS.collect()
-    assert family.samples[0].value == 1
-    assert scraped(operator) == {}
+    assert (unreadable(), scraped(operator)) == (1, {})
+    assert operator.reconciler.known_keys() == [(NAMESPACE, NAME)], "or it may miss its deletion"
     world.change_run(("model", model))
     await operator.reconcile()
-    (family,) = UNREADABLE_RUNS.collect()
-    assert family.samples[0].value == 0
+    assert unreadable() == 0
+
+
+async def test_a_run_with_a_damaged_status_is_counted_until_it_is_deleted(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.run["status"]["job"] = {"attempt": "one"}
+    await operator.reconcile()
+    assert (unreadable(), scraped(operator)) == (1, {})
+    world.run["metadata"]["finalizers"] = ["example.com/keeps-it"]
+    world.delete_run()
+    await operator.reconcile()
+    assert unreadable() == 0
+
+
+async def test_a_run_that_fails_at_once_because_of_its_spec_is_a_failed_run(
+    world: World, operator: Operator
+) -> None:
+    world.change_run(NONSENSE)  # a rule that the CRD cannot express
+    await operator.settle(2)
+    found = scraped(operator)
+    assert unreadable() == 0
+    assert found["agenticrun_run_phase"] == [({"phase": "Failed"}, 1)]
+    failed = {"type": "Failed", "status": "True", "reason": "InvalidConfig"}
+    assert (failed, 1) in found["agenticrun_run_condition"]
+    assert len(found["agenticrun_run_completion_timestamp_seconds"]) == 1
+    world.delete_run()
+    await operator.reconcile()
+    assert scraped(operator) == {}
+
+
+async def test_an_ended_run_that_cannot_be_read_any_more_keeps_its_series(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(10)
+    before = scraped(operator)
+    world.change_run(NONSENSE)
+    await operator.settle(2)
+    assert (unreadable(), scraped(operator)) == (0, before)
 
 
 def test_names_follow_the_conventions_of_prometheus() -> None:
