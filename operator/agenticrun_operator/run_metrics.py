@@ -33,7 +33,7 @@ _LAST_WORDS = frozenset({ConditionType.COMPLETE.value, ConditionType.FAILED.valu
 
 @dataclass(frozen=True)
 class RunState:
-    """What the operator knows of one run."""
+    """The state of one run, as the operator knows it."""
 
     key: tuple[str, str]
     """(namespace, name)"""

@@ -75,7 +75,7 @@ class RunActors:
         self._actors: WeakSet[ActorHandle[object]] = WeakSet()
         """Those that are in use: of one that was replaced nobody has the handle."""
         self._places: WeakKeyDictionary[ActorHandle[Any], Placement] = WeakKeyDictionary()
-        """Where engines and env workers run."""
+        """The places of engines and env workers."""
         self._pods: dict[Role, dict[str, None]] = {}
         """The pods where such actors have run, by role, the newest last."""
         self._fixed = _fixed_pools(run.spec)
