@@ -21,7 +21,7 @@ EXECUTOR = "asyncio_"
 
 
 def _open_files() -> Counter[str]:
-    """What the file descriptors of this process are, with numbers of sockets and pipes left out."""
+    """Kinds and paths of this process's open files, without the numbers of sockets and pipes."""
     files = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

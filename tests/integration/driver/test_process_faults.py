@@ -139,7 +139,7 @@ class Drill:
 COMPARED = ("rollout/score/mean", "tokens/response", "actor/pg_loss", "actor/grad_norm")
 
 AGAIN = ("group/rerolled", "rollout/stale", "rollout/lost_episodes")
-"""What makes an episode run again. Only that of a lost worker does so with the same seed."""
+"""Causes that run an episode again. Only a lost worker does so with the same seed."""
 
 
 async def undisturbed(steps: int, folder: Path) -> dict[int, dict[str, float]]:

@@ -47,7 +47,7 @@ PULL_SECONDS = 300.0
 """Further patience with a node that pulls the image: the pod was scheduled to one without it."""
 POLL_SECONDS = 0.5
 LIFE_SECONDS = 1200
-"""End of a pod that nobody deletes."""
+"""Lifetime of a pod that is not deleted before."""
 
 _RESOURCES: Manifest = {
     "requests": {"cpu": "50m", "memory": "64Mi"},

@@ -73,7 +73,7 @@ class RunActors:
         self._ranks: dict[str, ActorHandle[RankActor]] = {}
         self.weights: WeightSync | None = None
         self._actors: WeakSet[ActorHandle[object]] = WeakSet()
-        """Those that are in use: of one that was replaced nobody has the handle."""
+        """Handles that are in use: those of replaced actors are gone."""
         self._places: WeakKeyDictionary[ActorHandle[Any], Placement] = WeakKeyDictionary()
         """The places of engines and env workers."""
         self._pods: dict[Role, dict[str, None]] = {}
@@ -81,7 +81,7 @@ class RunActors:
         self._fixed = _fixed_pools(run.spec)
         self.stores: list[ActorHandle[TrajectoryStore]] = []
         self._told: Metrics = {}
-        """What had been spilled and lost at the last call of `metrics`."""
+        """Spilled and lost trajectories and episodes at the last call of `metrics`."""
         self.engines = EnginePool(
             self._spawn_engine,
             self._count(Role.INFERENCE),

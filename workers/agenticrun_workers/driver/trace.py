@@ -179,7 +179,7 @@ class TraceSession:
         await self._end(session)
 
     async def _fail(self, request: TraceRequest, error: Exception) -> None:
-        """Say why there is no trace, and let nobody go on recording."""
+        """Say why there is no trace, and end all recordings."""
         log.error("no trace: %s: %s", type(error).__name__, error, exc_info=error)
         self.recorder.end()
         await self._of_all(dict(self._actors()), _recording_of, [])

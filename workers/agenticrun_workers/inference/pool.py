@@ -340,7 +340,7 @@ class EnginePool:
         await self._serve(slot)
 
     def _forget(self, slot: _Slot) -> None:
-        """Let nobody ask the engine of a slot any more, if it has one."""
+        """Take the engine of a slot out of use, if the slot has one."""
         if slot.engine_id:
             del self.engines[slot.engine_id], self._receivers[slot.engine_id]
             slot.engine_id = ""

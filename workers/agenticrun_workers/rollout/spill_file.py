@@ -92,7 +92,7 @@ class SpillFile:
         self._last: _Segment | None = None
         """The segment that gets the next block."""
         self._late = 0
-        """Reads and writes that nobody waits for any more. Each keeps its thread."""
+        """Reads and writes that were given up. Each keeps its thread until the disk answers."""
 
     @property
     def segments(self) -> int:
