@@ -37,7 +37,7 @@ from agenticrun_operator.resources import (
     tokens_secret,
     unsuitable,
 )
-from testcluster import Cluster
+from testcluster import Cluster, CommandFailed
 from waiting import eventually
 
 KEY = OperatorKey("k" * 32)
@@ -254,7 +254,17 @@ async def test_a_missing_right_is_told_from_a_quota(
     place.apply(
         {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": quota}
     )
+
+    def counts() -> bool:
+        """Whether the apiserver, which reads quotas by a watch, has seen this one."""
+        try:
+            place.apply(claim, options=("--dry-run=server",))
+        except CommandFailed as refusal:
+            return "exceeded quota" in refusal.stderr
+        return False
+
     try:
+        eventually(counts, 60, "the quota to count", interval=0.2)
         with pytest.raises(Denied) as denied:
             await kube.create(claim)
         assert not isinstance(denied.value, RightMissing)
