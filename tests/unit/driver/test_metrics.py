@@ -171,9 +171,15 @@ def test_speed_does_not_count_the_validation_inside_a_step() -> None:
         "time/step": 6.0,
         "time/val": 4.0,
         "time/sync": 0.5,
+        "train/idle/val": pytest.approx(4 / 6),
         "weight_sync/seconds": 0.5,
         "system/tps": 50.0,
     }
+
+
+def test_trainers_wait_for_the_batch_and_for_validations() -> None:
+    metrics = timing_metrics({"step": 8.0, "rollout": 4.0, "val": 2.0, "train": 1.0}, tokens=100)
+    assert (metrics["train/idle/rollout"], metrics["train/idle/val"]) == (0.5, 0.25)
 
 
 def engine_stats(generated: int, busy: float, **fields: Any) -> EngineStats:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from agenticrun_workers.launch import ActorDied, ActorOptions, Launcher
 from agenticrun_workers.launch.in_process import InProcessLauncher
 from launcher_conformance import LauncherConformance, soon
+from waiting import eventually_in_loop
 
 
 @pytest.fixture(scope="class")
@@ -54,6 +57,22 @@ async def test_the_end_of_the_launcher_ends_calls_objects_and_threads() -> None:
         await soon(working)
     assert notes == ["cancelled", "closed"]
     assert threading.active_count() == before
+
+
+async def test_an_actor_that_has_ended_is_forgotten() -> None:
+    launcher = InProcessLauncher()
+    killed = launcher.start(ActorOptions(), Closed, [])
+    actor = weakref.ref(killed._actor)  # type: ignore[attr-defined]
+    killed.kill()
+    del killed
+
+    def forgotten() -> bool:
+        launcher.start(ActorOptions(), Closed, []).kill()
+        gc.collect()
+        return actor() is None
+
+    await eventually_in_loop(forgotten, 60, "the launcher to forget it")
+    launcher.close()
 
 
 async def test_an_actor_that_leaves_its_process_is_dead_and_the_process_lives(

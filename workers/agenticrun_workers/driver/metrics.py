@@ -117,15 +117,17 @@ class Stopwatch:
 
 
 def timing_metrics(seconds: Mapping[str, float], tokens: float) -> Metrics:
-    """Return the seconds of each phase of a step, and tokens per second.
+    """Return the seconds of each phase of a step, why trainers waited, and tokens per second.
 
     Args:
         seconds: by phase; `step` is the whole step, `val` is the validation inside it.
         tokens: prompt and response tokens of the step's batch.
     """
     working = seconds["step"] - seconds.get("val", 0.0)
+    waiting = {phase: seconds[phase] for phase in ("rollout", "val") if phase in seconds}
     return {
         **{f"time/{phase}": value for phase, value in seconds.items()},
+        **{f"train/idle/{phase}": value / seconds["step"] for phase, value in waiting.items()},
         "weight_sync/seconds": seconds.get("sync", 0.0),
         "system/tps": tokens / working,
         **({"train/tokens_per_second": tokens / seconds["train"]} if seconds.get("train") else {}),

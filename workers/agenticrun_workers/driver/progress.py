@@ -149,7 +149,7 @@ HEADLINES = tuple(
         "critic/kl", "critic/loss", "engine/logprob_gap", "group/zero_variance_share",
         "staleness/mean", "system/tps", "time/step", "rollout/utilization", "weight_sync/seconds",
         "rollout/idle/(env|gate|weights)", "time/(rollout|train|sync)",
-        "rollout/idle/.+", "guard/.+", "val/success/(mean|best)", "tokens/response_length/mean",
+        "(rollout|train)/idle/.+", "guard/.+", "val/success/(mean|best)", "tokens/response_length/mean",
         "val/.+", "actor/.+",
         "critic/.+", "env/[^/]+/success", "engine/.+", "group/.+", "stop/.+", "time/.+",
         "rollout/.+", "env/.+", "tokens/.+",

@@ -71,7 +71,7 @@ class InProcessLauncher:
             if _is_async(cls)
             else _SyncActor(make, name, options.max_concurrency or 1)
         )
-        self._actors.append(actor)
+        self._actors = [*(each for each in self._actors if not each.ended), actor]
         return InProcessHandle(actor)
 
     def put(self, value: T) -> Result[T]:
@@ -89,7 +89,9 @@ class InProcessLauncher:
         for actor in self._actors:
             actor.kill("its launcher was closed")
         for actor in self._actors:
-            actor.join(END_SECONDS)
+            for thread in actor.threads:
+                if thread.ident is not None:
+                    thread.join(END_SECONDS)
         self._actors.clear()
 
 
@@ -231,10 +233,17 @@ class _Actor:
         self._make = make
         self._name = name
         self._death: ActorDied | None = None
+        self.threads: list[threading.Thread] = []
+        """The first one makes the object, and frees it at the end."""
         self._lock = threading.Lock()
         self._open: set[_Job] = set()
         self._context: Context = copy_context()
         self._context.run(shared_node.set, NODE)
+
+    @property
+    def ended(self) -> bool:
+        """True if it was killed, and none of its threads runs any more."""
+        return self._death is not None and not any(thread.is_alive() for thread in self.threads)
 
     def submit(self, job: _Job) -> None:
         with self._lock:
@@ -256,10 +265,6 @@ class _Actor:
         for job in jobs:
             job.result.fail(self._death)
         self._end()
-
-    @abstractmethod
-    def join(self, seconds: float) -> None:
-        """Wait for the end of its threads."""
 
     @abstractmethod
     def _begin(self, job: _Job) -> None: ...
@@ -296,7 +301,7 @@ class _SyncActor(_Actor):
         super().__init__(make, name)
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._target: Any = None
-        self._threads = [
+        self.threads = [
             threading.Thread(
                 target=self._context.copy().run,
                 args=(self._work,),
@@ -305,29 +310,24 @@ class _SyncActor(_Actor):
             )
             for number in range(threads)
         ]
-        self._threads[0].start()
-
-    def join(self, seconds: float) -> None:
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(seconds)
+        self.threads[0].start()
 
     def _begin(self, job: _Job) -> None:
         self._jobs.put(job)
 
     def _end(self) -> None:
-        for _ in self._threads:
+        for _ in self.threads:
             self._jobs.put(None)
 
     def _work(self) -> None:
-        if threading.current_thread() is self._threads[0]:
+        if threading.current_thread() is self.threads[0]:
             self._target = self._made()
-            for other in self._threads[1:]:
+            for other in self.threads[1:]:
                 other.start()
         while (job := self._jobs.get()) is not None:
             if self._death is None:
                 self._run(job)
-        if threading.current_thread() is self._threads[0]:
+        if threading.current_thread() is self.threads[0]:
             target, self._target = self._target, None
             if isinstance(target, Closable):
                 try:
@@ -364,13 +364,11 @@ class _AsyncActor(_Actor):
         self._room = asyncio.Semaphore(calls)
         self._tasks: set[asyncio.Task[None]] = set()
         self._target: Any = None
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._context.run, args=(self._work,), name=name, daemon=True
         )
-        self._thread.start()
-
-    def join(self, seconds: float) -> None:
-        self._thread.join(seconds)
+        self.threads = [thread]
+        thread.start()
 
     def _begin(self, job: _Job) -> None:
         self._schedule(lambda: self._start(job))
