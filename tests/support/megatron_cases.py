@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,6 +158,7 @@ class Result:
     """Its data rank, of how many."""
 
 
+@functools.cache
 def samples_of(folder: Path, family: str) -> list[list[Sample]]:
     """Of three steps; the same for all layouts and types."""
     model = load_model(str(folder / family), torch.float64)

@@ -15,8 +15,10 @@ import select
 import signal
 import socket
 import sys
+import warnings
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 PR_SET_PDEATHSIG = 1
 
@@ -24,8 +26,12 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Import the modules and serve; a forked process returns when its program has ended."""
     path, *modules = sys.argv[1:]
-    for module in modules:
-        importlib.import_module(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pyproject.toml lists those of a test's own imports
+        for module in modules:
+            importlib.import_module(module)
+    # setuptools, which DeepSpeed imports, adds a folder; a program has it after its own import
+    sys.path[:] = [entry for entry in sys.path if not entry.endswith("setuptools/_vendor")]
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a forked process would have only this one"
     with socket.socket(socket.AF_UNIX) as listener:
@@ -115,13 +121,16 @@ def _run(connection: socket.socket) -> None:
     sys.argv = words[: int(count)]
     while sys.argv[0] in ("-u", "-B"):  # options of the interpreter
         del sys.argv[0]
+    kind = sys.argv[0] if sys.argv[0] in ("-c", "-m") else None
+    first = "" if kind == "-c" else folder if kind else str(Path(sys.argv[0]).parent)
     own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    module = sys.argv[1] if sys.argv[0] == "-m" else None
-    first = folder if module else str(Path(sys.argv[0]).parent)
     sys.path[:] = list(dict.fromkeys([first, *own, *installed]))
-    if module:
+    if kind == "-c":
+        sys.modules["__main__"] = program = ModuleType("__main__")
+        exec(sys.argv.pop(1), vars(program))
+    elif kind:
         del sys.argv[0]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(sys.argv[0], run_name="__main__")
 

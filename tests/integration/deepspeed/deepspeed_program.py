@@ -5,6 +5,7 @@ As a program it is one rank of several, with the arguments MODEL WORK JOB.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,12 @@ def make_zero(
     )
 
 
+@functools.cache
+def samples_of(model: Path, loss: str, seed: int = 0, count: int = 9) -> list[Sample]:
+    """The same for all trainers."""
+    return batch(load_model(str(model)), LOSSES[loss], seed, count)
+
+
 def part(samples: list[Sample], policy: PolicyTrainer, number: int) -> list[Sample]:
     """Return the samples of this rank, uneven on purpose.
 
@@ -104,8 +111,7 @@ def train(
 
     With `offload`, everything leaves the device between steps.
     """
-    plain = load_model(str(model))
-    batches = [batch(plain, LOSS, seed, 11) for seed in range(steps)]
+    batches = [samples_of(model, "ppo", seed, 11) for seed in range(steps)]
     if resume is not None:
         policy.load(str(resume))
     metrics = []
@@ -130,7 +136,7 @@ def train(
 
 def warmed_up(policy: PolicyTrainer, model: Path) -> dict[str, np.ndarray]:
     """Return the weights after two supervised steps, the end of the warm-up, and an RL step."""
-    mine = part(batch(load_model(str(model)), LOSS), policy, 1)
+    mine = part(samples_of(model, "ppo"), policy, 1)
     for _ in range(2):
         policy.supervised_step(mine)
     policy.end_warm_up()
@@ -140,10 +146,9 @@ def warmed_up(policy: PolicyTrainer, model: Path) -> dict[str, np.ndarray]:
 
 def gradients(policy: PolicyTrainer, model: Path) -> dict[str, dict[str, Tensor]]:
     """By loss. Every rank computes it; the whole is the same on all."""
-    plain = load_model(str(model))
-    samples = {name: batch(plain, LOSSES[name]) for name in COMPARED}
     return {
-        name: policy.gradients(part(samples[name], policy, 1), LOSSES[name]) for name in COMPARED
+        name: policy.gradients(part(samples_of(model, name), policy, 1), LOSSES[name])
+        for name in COMPARED
     }
 
 

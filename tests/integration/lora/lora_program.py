@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,13 @@ def adapted(model: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return network
 
 
+@functools.cache
+def batches_of(model: Path) -> list[list[Sample]]:
+    """Of each step; the same for all trainings."""
+    plain = adapted(model)
+    return [batch(plain, LOSS, seed) for seed in range(2 * STEPS)]
+
+
 def part(samples: list[Sample], policy: PolicyTrainer) -> list[Sample]:
     bound = len(samples) * 2 // 3 if policy.data_size > 1 else len(samples)
     return samples[:bound] if policy.data_rank == 0 else samples[bound:]
@@ -94,8 +102,7 @@ def base(policy: PolicyTrainer) -> dict[str, Tensor]:
 
 def train(policy: PolicyTrainer, model: Path, work: Path, name: str) -> dict[str, Any]:
     """Gradients, steps with a checkpoint in the middle, and what came of them."""
-    plain = adapted(model)
-    batches = [batch(plain, LOSS, seed) for seed in range(2 * STEPS)]
+    batches = batches_of(model)
     found: dict[str, Any] = {"gradients": policy.gradients(part(batches[0], policy), LOSS)}
     for step, samples in enumerate(batches):
         if step == STEPS:
@@ -107,10 +114,9 @@ def train(policy: PolicyTrainer, model: Path, work: Path, name: str) -> dict[str
 
 def resume(policy: PolicyTrainer, model: Path, folder: Path) -> dict[str, np.ndarray]:
     """The weights after the second half of `train`."""
-    plain = adapted(model)
     policy.load(str(folder))
-    for seed in range(STEPS, 2 * STEPS):
-        policy.train_step(part(batch(plain, LOSS, seed), policy), LOSS)
+    for samples in batches_of(model)[STEPS:]:
+        policy.train_step(part(samples, policy), LOSS)
     return weights(policy)
 
 

@@ -5,6 +5,7 @@ As a program it is one rank of several, with the arguments MODEL WORK.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,13 @@ class Result:
     policy_version: int
 
 
+@functools.cache
+def batches_of(model: Path) -> list[list[Sample]]:
+    """Of each step; the same for all trainings."""
+    plain = load_model(str(model), torch.float64)
+    return [batch(plain, LOSS, seed, 11) for seed in range(2 * STEPS)]
+
+
 def part(samples: list[Sample], rank: int, world: int) -> list[Sample]:
     """Return the samples of this rank, uneven on purpose.
 
@@ -65,7 +73,7 @@ def part(samples: list[Sample], rank: int, world: int) -> list[Sample]:
 def train(model: Path, *, save: Path | None = None, resume: Path | None = None) -> Result:
     """Train `2 * STEPS` steps and save in the middle, or resume there and train the rest."""
     load = partial(load_model, str(model), torch.float64)
-    batches = [batch(load(), LOSS, seed, 11) for seed in range(2 * STEPS)]
+    batches = batches_of(model)
     policy, critic, reference = (
         fsdp2_policy(load, SPEC, max_tokens=30),
         CriticTrainer(load, SPEC, max_tokens=30),
@@ -132,14 +140,15 @@ def gradients(model: Path) -> dict[tuple[str, str, str], dict[str, Tensor]]:
     for dtype, torch_dtype in DTYPES.items():
         load = partial(load_model, str(model), torch_dtype)
         plain = load()
+        samples = {name: batch(plain, loss) for name, loss in LOSSES.items()}
         for cut, arguments in CUTS.items():
             policy = fsdp2_policy(load, SPEC, **arguments)
             for name, loss in LOSSES.items():
-                mine = part(batch(plain, loss), policy.rank, policy.world_size)
+                mine = part(samples[name], policy.rank, policy.world_size)
                 found[name, dtype, cut] = policy.gradients(mine, loss)
             critic = CriticTrainer(load, SPEC, **arguments)
             for name, value_loss in VALUE_LOSSES.items():
-                mine = part(batch(plain, LOSS), critic.rank, critic.world_size)
+                mine = part(samples["ppo"], critic.rank, critic.world_size)
                 critic.train_step(mine, value_loss)
                 found[f"critic {name}", dtype, cut] = critic.gradients(mine, value_loss)
     return found
