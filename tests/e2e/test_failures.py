@@ -1,6 +1,7 @@
 """Runs with failures.
 
-A killed driver, a name that is used again at once, code that does not import, a missing image.
+A killed driver, a name that is used again at once, a deleted head pod, code that does not import, a
+missing image.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api.names import LABEL_RUN
+from agenticrun_api.names import LABEL_RUN, LABEL_RUN_UID
+from drills import ENDED, Recorder, Report, broken_promises
 from installation import Images, objects
 from lake import Pods, behind_gate, small_lake
 from testcluster import Cluster
@@ -29,10 +31,13 @@ The operator watches pods. Otherwise it would look every 30 s only (SAFETY_NET_S
 
 
 @pytest.mark.timeout(1800, func_only=True)
-def test_a_killed_driver_resumes_and_the_name_can_be_used_again_at_once(runs: Cluster) -> None:
+def test_a_run_loses_its_driver_its_name_is_used_again_at_once_and_that_run_loses_its_head(
+    runs: Cluster,
+) -> None:
     """Kill the driver and wait for the resume; then delete the run and apply it again unchanged.
 
-    Both parts share one cluster.
+    The second run loses its head pod, as in the drill of that name. The parts share two clusters,
+    because each costs half a minute.
     """
     name, empty = "phoenix", objects(runs)
     document = small_lake(
@@ -43,7 +48,7 @@ def test_a_killed_driver_resumes_and_the_name_can_be_used_again_at_once(runs: Cl
         failurePolicy={"backoffSeconds": 1},
         cleanup={"onSuccess": "Keep"},
     )
-    gate = behind_gate(document, steps=8)
+    gate = behind_gate(document, steps=10)  # in each attempt
     pods = Pods(runs, name)
     with Watch(runs, name) as watch:
         runs.apply(gate, document)
@@ -90,21 +95,40 @@ def test_a_killed_driver_resumes_and_the_name_can_be_used_again_at_once(runs: Cl
                 after=end,
             )
         assert waiting.phase == "Pending"
-        again = watch.wait(lambda seen: seen.step >= 1, 600, "the second run trains", after=end)
+        eventually(
+            lambda: not runs.list("pods", f"{LABEL_RUN_UID}={end.uid}"),
+            300,
+            "the first run's pods are gone",
+            interval=0.5,
+        )
+        with Recorder(runs, name) as recorder:
+            again = watch.wait(lambda seen: seen.step >= 1, 600, "the second run trains", after=end)
+            saves = recorder.wait(lambda seen: seen.trains and seen.checkpoint >= 3, 300)
+            assert saves, Report(recorder.samples, time.time()).timeline()
+            second = runs.get("raycluster", name)
+            report = loses_its_head(recorder, pods)
         steps = [seen.step for seen in watch.history if seen.uid == again.uid]
         assert steps[0] == 0
         assert again.step < end.step, "it began at step 0, not at the first run's last checkpoint"
         assert (again.status["job"]["attempt"], again.status["restarts"]) == (1, 0)
-        assert _uid(runs.get("raycluster", name)) != _uid(ray_cluster)
+        assert _uid(second) != _uid(ray_cluster)
 
+    print(report.timeline())
+    assert not [*broken_promises(report)]
     runs.kubectl("delete", "agenticrun", name)
     runs.kubectl("delete", "configmap", gate["metadata"]["name"])
     claim = ("PersistentVolumeClaim", f"{name}-checkpoints")
-    eventually(
-        lambda: objects(runs) - empty == {claim}, 300, "only the claim is left", interval=0.5
-    )
+    eventually(lambda: objects(runs) - empty == {claim}, 60, "only the claim is left", interval=0.5)
     runs.kubectl("delete", "persistentvolumeclaims", "--selector", f"{LABEL_RUN}={name}")
     eventually(lambda: not _volumes(runs), 300, "its volume is gone", interval=0.5)
+
+
+def loses_its_head(recorder: Recorder, pods: Pods) -> Report:
+    """Delete the head pod of a run that is recorded, and wait for the end of the run."""
+    injected = time.time()
+    pods.cluster.kubectl("delete", "pod", pods.head()["metadata"]["name"], "--wait=false")
+    recorder.wait(lambda seen: seen.phase in ENDED, 240)
+    return Report(recorder.samples, injected)
 
 
 @contextmanager

@@ -279,6 +279,20 @@ def _last_step(sample: Sample) -> int:
     return int((sample.status or {}).get("maxSteps", 0))
 
 
+def broken_promises(report: Report, end: str = "Succeeded") -> Iterator[str]:
+    """Yield what no fault may cause: another end than this, lost steps, an untrue status."""
+    ended = report.end()
+    if ended is None:
+        last = report.samples[-1]
+        yield f"neither recovered nor ended: {last.phase}, {last.message or 'without a message'}"
+    elif ended.phase != end:
+        yield f"{ended.phase} instead of {end}"
+    if report.lost_beyond_checkpoint():
+        yield f"{report.lost_beyond_checkpoint()} saved steps were lost"
+    for item in untruths(report.samples):
+        yield f"untrue for {item.seconds:.0f} s: {item.text}"
+
+
 class Recorder:
     """Takes a sample of one run each second, in a thread. Use as a context manager."""
 

@@ -26,10 +26,12 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Import the modules and serve; a forked process returns when its program has ended."""
     path, *modules = sys.argv[1:]
+    gc.disable()  # it would look through all that is imported, again and again
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pyproject.toml lists those of a test's own imports
         for module in modules:
             importlib.import_module(module)
+    gc.enable()
     # setuptools, which DeepSpeed imports, adds a folder; a program has it after its own import
     sys.path[:] = [entry for entry in sys.path if not entry.endswith("setuptools/_vendor")]
     threads = len(os.listdir("/proc/self/task"))

@@ -27,6 +27,9 @@ HEAD_PORTS = {
 """All ports of the head container. KubeRay copies them to the head service, and omits its default
 ports if any port is declared."""
 
+_HEAD_PARAMS = {"dashboard-host": "0.0.0.0", "no-monitor": "true"}
+"""Ray's job API listens for the operator. Ray's autoscaler would be a process without work."""
+
 OBJECT_STORE_SHARE = 0.3
 """Share of /dev/shm for Ray's object store. It is small: large tensors do not pass through it."""
 MIN_OBJECT_STORE_BYTES = 80 * 1024 * 1024
@@ -55,8 +58,7 @@ def ray_cluster(run: AgenticRun, images: WorkerImages, tokens: str) -> Manifest:
             "rayVersion": run.spec.ray_version,
             "authOptions": {"mode": "token", "secretName": tokens},
             "headGroupSpec": {
-                "rayStartParams": _ray_start_params(run, Role.DRIVER)
-                | {"dashboard-host": "0.0.0.0"},
+                "rayStartParams": _ray_start_params(run, Role.DRIVER) | _HEAD_PARAMS,
                 "template": head,
             },
             "workerGroupSpecs": [

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
-from agenticrun_workers.trainer.megatron import megatron_policy
+from agenticrun_workers.trainer.megatron.strategy import megatron_policy
 from agenticrun_workers.trainer.optimizer import NonFiniteGradient, OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.samples import Sample

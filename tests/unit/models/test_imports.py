@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import subprocess
 import sys
 
 import pytest
+
+from agenticrun_workers.processes import quick_imports
 
 HEAVY = {"torch", "transformers", "datasets"}
 PROCESSES = {
@@ -35,3 +39,18 @@ def test_a_process_starts_without_libraries_that_it_does_not_need(process: str) 
         check=True,
     )
     assert not never & set(found.stdout.split())
+
+
+def test_nothing_is_collected_while_libraries_are_imported() -> None:
+    with quick_imports():
+        assert not gc.isenabled()
+        with quick_imports():
+            pass
+        assert not gc.isenabled(), "the outer block goes on"
+    assert gc.isenabled()
+
+
+def test_a_failed_import_leaves_the_collector_on() -> None:
+    with pytest.raises(ModuleNotFoundError), quick_imports():
+        importlib.import_module("no_such_module")
+    assert gc.isenabled()

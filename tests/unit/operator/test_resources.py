@@ -267,6 +267,11 @@ def test_reference_and_critic_have_pods_only_where_the_run_gives_them_a_role(
     ]
 
 
+def test_the_head_serves_the_job_api_and_runs_no_autoscaler(cluster: Manifest) -> None:
+    head = cluster["spec"]["headGroupSpec"]["rayStartParams"]
+    assert (head["dashboard-host"], head["no-monitor"]) == ("0.0.0.0", "true")
+
+
 def test_all_head_ports_are_named(cluster: Manifest) -> None:
     (head,) = pod_of(cluster, Role.DRIVER)["containers"]
     ports = {port["name"]: port["containerPort"] for port in head["ports"]}

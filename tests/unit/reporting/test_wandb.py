@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb.proto import wandb_internal_pb2
 
 from agenticrun_api import AgenticRun
 from agenticrun_workers.reporting.trackers import run_id
@@ -29,6 +28,8 @@ FULL, FIRST, LAST = 1, 2, 4
 
 def records(path: Path) -> Iterator[Any]:
     """What a .wandb file holds: protobuf records in LevelDB's log format."""
+    from wandb.proto import wandb_internal_pb2
+
     data, position, parts = path.read_bytes(), FILE_HEADER, b""
     while position + RECORD_HEADER <= len(data):
         if BLOCK - position % BLOCK < RECORD_HEADER:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 from torch import Tensor
@@ -122,6 +121,8 @@ def test_a_target_that_is_no_inner_linear_layer_is_refused(
 @pytest.mark.parametrize("make", ["llama", "gpt2"])
 def test_merged_weights_are_those_of_pefts_own_merge(load_float32: Load, make: str) -> None:
     """Bit for bit, under the names without adapters, and without a change to the model."""
+    import peft  # here, because each process of `make test` reads the top of this module
+
     load = load_float32 if make == "llama" else gpt2
     model = adapted(load)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

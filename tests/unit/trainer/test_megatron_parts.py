@@ -1,6 +1,7 @@
 """The parts of the Megatron trainer that need no other process.
 
-Scores, pieces, options, and the models that it refuses.
+Scores, pieces, options, and the models that it refuses. Tests import what imports Megatron-Core: at
+the top, each process of `make test` would spend seconds on it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,8 @@ from transformers import (
 )
 
 from agenticrun_workers.models.heads import UnsupportedModel
-from agenticrun_workers.trainer.megatron import model
 from agenticrun_workers.trainer.megatron.architecture import Architecture, padded_vocabulary
 from agenticrun_workers.trainer.megatron.options import OWNED, MegatronOptions
-from agenticrun_workers.trainer.megatron.strategy import Parked
-from agenticrun_workers.trainer.megatron.weights import LAYER, pieces_of
 from agenticrun_workers.trainer.ranks import join_alone
 
 SHAPE: dict[str, Any] = {
@@ -73,6 +71,8 @@ def inputs(tokens: int = 7) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_scores_are_log_softmax_and_its_entropy(group: dist.ProcessGroup) -> None:
+    from agenticrun_workers.trainer.megatron import model
+
     hidden_NH, weight_VH, targets_N = inputs()
     logprobs_N, entropies_N = model.score(hidden_NH, weight_VH, targets_N, 0, 0.7, group)
     distribution = torch.distributions.Categorical(logits=hidden_NH @ weight_VH.T / 0.7)
@@ -84,6 +84,8 @@ def test_scores_are_log_softmax_and_its_entropy(group: dist.ProcessGroup) -> Non
 def test_gradients_of_scores_are_those_of_finite_differences(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
+    from agenticrun_workers.trainer.megatron import model
+
     monkeypatch.setattr(model, "CHUNK_ELEMENTS", chunk)
     hidden_NH, weight_VH, targets_N = inputs()
     assert torch.autograd.gradcheck(
@@ -93,6 +95,8 @@ def test_gradients_of_scores_are_those_of_finite_differences(
 
 
 def test_no_token_has_no_score(group: dist.ProcessGroup) -> None:
+    from agenticrun_workers.trainer.megatron import model
+
     hidden_NH, weight_VH, targets_N = inputs(0)
     logprobs_N, entropies_N = model.score(hidden_NH, weight_VH, targets_N, 0, 1.0, group)
     assert logprobs_N.shape == entropies_N.shape == (0,)
@@ -103,6 +107,8 @@ def test_no_token_has_no_score(group: dist.ProcessGroup) -> None:
 def test_the_pieces_of_all_ranks_cover_every_weight_of_the_model_once(
     tensor_size: int, tied: bool
 ) -> None:
+    from agenticrun_workers.trainer.megatron.weights import LAYER, pieces_of
+
     model = Architecture.of(Qwen2Config(**{**SHAPE, "hidden_size": 16}, tie_word_embeddings=tied))
     names = [f"{LAYER}0.{part}" for part in LAYER_PARAMETERS]
     names += ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight"] + [
@@ -122,6 +128,8 @@ def test_the_pieces_of_all_ranks_cover_every_weight_of_the_model_once(
 @given(tensor_size=st.sampled_from([1, 2, 4]), rank=st.integers(0, 3))
 def test_queries_keys_and_values_lie_by_key_value_head(tensor_size: int, rank: int) -> None:
     """The reference is written out head by head, as Megatron's attention splits them."""
+    from agenticrun_workers.trainer.megatron.weights import LAYER, pieces_of
+
     model = Architecture.of(LlamaConfig(**SHAPE))
     rank %= tensor_size
     heads = {"q": 8, "k": 4, "v": 4}
@@ -150,6 +158,8 @@ def test_queries_keys_and_values_lie_by_key_value_head(tensor_size: int, rank: i
 
 @given(st.integers(1, 50), st.integers(1, 8))
 def test_every_rank_has_as_many_rows_of_the_vocabulary(vocabulary: int, tensor_size: int) -> None:
+    from agenticrun_workers.trainer.megatron.weights import pieces_of
+
     model = Architecture.of(LlamaConfig(**{**SHAPE, "vocab_size": vocabulary}, pad_token_id=None))
     assert padded_vocabulary(model, tensor_size) % tensor_size == 0
     rows = [
@@ -268,6 +278,8 @@ def test_options_go_to_the_part_of_megatron_that_knows_them() -> None:
 
 
 def test_parked_tensors_have_no_memory_and_come_back_as_views_of_one_another() -> None:
+    from agenticrun_workers.trainer.megatron.strategy import Parked
+
     whole = torch.arange(6.0)
     view = whole[2:4]
     parked = Parked([whole, view])

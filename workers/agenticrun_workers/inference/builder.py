@@ -14,6 +14,7 @@ from agenticrun_api import Pipeline
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.engine import InferenceEngine
 from agenticrun_workers.models.source import ModelSource, local_folder
+from agenticrun_workers.processes import quick_imports
 
 if TYPE_CHECKING:
     from agenticrun_workers.inference.transformers.engine import TransformersEngine
@@ -44,7 +45,8 @@ def build_engine(
                 OPTIONS,
                 f"the engine transformers has no options: leave out {', '.join(spec.config)}",
             )
-        import torch
+        with quick_imports():
+            import torch
 
         torch.set_num_threads(threads)
         return transformers_engine(pipeline, source, folder)
@@ -73,10 +75,11 @@ def build_engine(
 
 def transformers_engine(pipeline: Pipeline, source: ModelSource, folder: str) -> TransformersEngine:
     """Build the engine that runs inside this process. The arguments are those of `build_engine`."""
-    import torch
+    with quick_imports():
+        import torch
 
-    from agenticrun_workers.inference.transformers.engine import TransformersEngine
-    from agenticrun_workers.models.pretrained import load_model
+        from agenticrun_workers.inference.transformers.engine import TransformersEngine
+        from agenticrun_workers.models.pretrained import load_model
 
     load = partial(
         load_model, folder, getattr(torch, source.dtype), trust_remote_code=source.trust_remote_code

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.models.source import ModelSources, TokenizerCorpus
+from agenticrun_workers.processes import quick_imports
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.tracing import span, traced
 from agenticrun_workers.trainer.batch import LogprobGaps, RankBatch, RankPlan, ScoredBatch
@@ -57,7 +58,8 @@ class TrainerActor(ReferenceUpdateMixin):
         Raises:
             InvalidConfig: the fields do not define a model.
         """
-        from agenticrun_workers.models.initialize import make_model_files
+        with quick_imports():
+            from agenticrun_workers.models.initialize import make_model_files
 
         return make_model_files(model, corpus, self._pipeline.sequence_length)
 
@@ -74,8 +76,9 @@ class TrainerActor(ReferenceUpdateMixin):
         Raises:
             InvalidConfig: a model or an option of the strategy cannot be used.
         """
-        from agenticrun_workers.trainer import config_translation as specs
-        from agenticrun_workers.trainer import strategies
+        with quick_imports():
+            from agenticrun_workers.trainer import config_translation as specs
+            from agenticrun_workers.trainer import strategies
 
         self._join(rendezvous, threads)
         pipeline = self._pipeline

@@ -6,6 +6,7 @@ from typing import Any
 
 from agenticrun_api import Role
 from agenticrun_workers.models.source import ModelSources
+from agenticrun_workers.processes import quick_imports
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.tracing import traced
 from agenticrun_workers.trainer.batch import RankBatch, RankPlan
@@ -30,7 +31,8 @@ class ReferenceActor(ReferenceUpdateMixin):
         Raises:
             InvalidConfig: the model cannot be used.
         """
-        from agenticrun_workers.trainer.strategies import build_reference
+        with quick_imports():
+            from agenticrun_workers.trainer.strategies import build_reference
 
         self._join(rendezvous, threads)
         self._reference = build_reference(self._pipeline, sources.reference, shared=False)
@@ -65,8 +67,9 @@ class CriticActor(RankActor):
         Raises:
             InvalidConfig: the model cannot be used.
         """
-        from agenticrun_workers.trainer.config_translation import value_loss_spec
-        from agenticrun_workers.trainer.strategies import build_critic
+        with quick_imports():
+            from agenticrun_workers.trainer.config_translation import value_loss_spec
+            from agenticrun_workers.trainer.strategies import build_critic
 
         self._join(rendezvous, threads)
         self._critic = build_critic(self._pipeline, sources.critic, shared=False)

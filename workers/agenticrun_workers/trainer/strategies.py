@@ -42,7 +42,7 @@ def build_strategy(pipeline: Pipeline, source: ModelSource) -> PolicyTrainer:
     arguments = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
     with _refusing("spec.model.path", OPTIONS):
         if spec.name == "megatron":
-            from agenticrun_workers.trainer.megatron import megatron_policy
+            from agenticrun_workers.trainer.megatron.strategy import megatron_policy
 
             with source.folder() as path:
                 return megatron_policy(

@@ -1,6 +1,1 @@
-"""The strategy `megatron`. Importing it imports Megatron-Core."""
-
-from agenticrun_workers.trainer.megatron.options import MegatronOptions
-from agenticrun_workers.trainer.megatron.strategy import megatron_policy
-
-__all__ = ["MegatronOptions", "megatron_policy"]
+"""The strategy `megatron`. Only `strategy` and what it imports need Megatron-Core."""
