@@ -12,7 +12,7 @@ from agenticrun_workers.envs import StepResult
 class Treasure:
     """The environment. An instance runs many episodes, one after another.
 
-    Arguments are the keys of `envs[].config`: `highest: 15` in YAML. Raise a ValueError that names
+    Arguments are the keys of `envs[].config`: `highest: 8` in YAML. Raise a ValueError that names
     the key of a bad value.
     """
 
@@ -20,7 +20,7 @@ class Treasure:
     # anything (files, network, a game).
     blocking = False
 
-    def __init__(self, highest: int = 15) -> None:
+    def __init__(self, highest: int = 8) -> None:
         if highest < 4:  # validation would have no range, see reset
             raise ValueError(f"highest must be at least 4, not {highest}")
         self.highest = highest
