@@ -138,7 +138,7 @@ def room(
     ],
 )
 def test_episodes_are_gymnasiums(id: str) -> None:
-    kwargs = {"agent_view_size": 3} if "MiniGrid" in id else {}
+    kwargs: dict[str, Any] = {"agent_view_size": 3} if "MiniGrid" in id else {}
     env, theirs = GymnasiumEnv(id=id, kwargs=kwargs), gymnasium.make(id, **kwargs)
     words = env._words.all()
     for seed in range(5):
