@@ -1,30 +1,27 @@
-"""Code from a ConfigMap of `agenticrun package` and from a Git repository, with packages; and code
-that does not arrive.
+"""Code from an image and from a Git repository, with packages; and code that does not arrive.
 
-A pod serves the repository, which asks for a password, and the package index. It also has the
-agent of the run from Git, as docs/outside-agents.md prints it ("Agents in other pods").
+The image is built as docs/own-code.md prints it. Runs of other tests have their code from a
+ConfigMap (`lake.behind_gate`). A pod serves the repository, which asks for a password, and the
+package index. It also has the agent of the run from Git, as docs/outside-agents.md prints it
+("Agents in other pods").
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from agenticrun_api import Role
 from git_server import USER, call_git, commit
 from installation import RUNS, Images
 from lake import Pods, small_lake
 from pages import ROOT, blocks
-from testcluster import Cluster
+from testcluster import Cluster, devcluster
 from waiting import eventually
 from watching import Watch
 from wheels import wheel
@@ -35,8 +32,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 GIT_URL = f"http://{SITE}.{RUNS}.svc:8000/mine"
 INDEX_URL = f"http://{SITE}:8001/"
 PACKAGE = "iniconfig"
-"""A package that this machine has, as `agenticrun package` asks, and the worker image has not. The
-index has another one of this name."""
+"""A package that the worker image has not."""
 SEEN_SECONDS = 60
 
 OWN_LAKE = f"""
@@ -143,36 +139,28 @@ def own_lake(name: str, code: dict[str, Any] | None = None) -> dict[str, Any]:
     return document
 
 
-def packaged(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the ConfigMap of `agenticrun package`, and the run with the line that it prints."""
-    folder.mkdir()
-    for path, text in FILES.items():
-        (folder / path).write_text(text)
-    run = own_lake(name)
-    (folder / "agenticrun.yaml").write_text(yaml.safe_dump(run))
-    done = subprocess.run(
-        [*(sys.executable, "-m", "agenticrun_workers.cli"), "package", "-f", "agenticrun.yaml"],
-        cwd=folder,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        check=False,
+def image_with_code(folder: Path, base: str) -> str:
+    """Build the image of docs/own-code.md with `FILES`; return its reference."""
+    (dockerfile,) = (
+        block for block in blocks(ROOT / "docs/own-code.md", "dockerfile") if "busybox" in block
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    (code,) = (line for line in lines if line.startswith("    code: {configMap: "))
-    run["spec"] |= yaml.safe_load(code)
-    return yaml.safe_load((folder / f"{name}-code.yaml").read_text()), run
+    (folder / "envs").mkdir(parents=True)
+    (folder / "Dockerfile").write_text(dockerfile.replace("busybox:1.37", base))
+    for name, text in FILES.items():
+        (folder / "envs" / name).write_text(text)
+    done = devcluster("image", str(folder))
+    assert done.returncode == 0, "tools/devcluster image failed, see its output above"
+    return done.stdout.strip()
 
 
 @pytest.mark.timeout(1800, func_only=True)
-def test_own_code_trains_from_a_config_map_and_from_git(
-    runs: Cluster, tagged: str, tmp_path: Path
+def test_own_code_trains_from_an_image_and_from_git(
+    runs: Cluster, images: Images, tagged: str, tmp_path: Path
 ) -> None:
-    config_map, from_config_map = packaged(tmp_path / "own", "from-config-map")
-    from_config_map["spec"]["code"]["pip"]["indexUrl"] = INDEX_URL
+    image = {"reference": image_with_code(tmp_path / "games", images.worker), "path": "/code"}
     git = {"url": GIT_URL, "ref": "v1", "path": "envs", "secretName": "right"}
     pip = {"requirementsFile": "requirements.txt", "indexUrl": INDEX_URL}
+    from_image = own_lake("from-image", {"image": image, "pip": pip})
     from_git = own_lake("from-git", {"git": git, "pip": pip})
     from_git["spec"]["pipeline"]["envs"][0]["agent"] = {
         "type": "outside",
@@ -187,15 +175,14 @@ def test_own_code_trains_from_a_config_map_and_from_git(
                 return pod
         return None
 
-    with Watch(runs, "from-config-map") as first, Watch(runs, "from-git") as second:
-        runs.apply(config_map, from_config_map, from_git)
+    with Watch(runs, "from-image") as first, Watch(runs, "from-git") as second:
+        runs.apply(from_image, from_git)
         pod = eventually(with_code, 600, "the code of the run from Git is fetched", interval=0.5)
         for watch in (first, second):
             watch.wait(lambda seen: seen.phase == "Succeeded", 600, "a step of own code")
     assert PASSWORD not in json.dumps(pod)
     (fetched, *_) = pod["status"]["initContainerStatuses"]
     assert fetched["state"]["terminated"]["message"] == tagged
-    runs.kubectl("delete", "configmap", config_map["metadata"]["name"])
 
 
 GIT = {"url": GIT_URL, "ref": "v1", "path": "envs", "secretName": "right"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from devcluster.console import progress
 from devcluster.recipes import Recipe
 from devcluster.settings import Settings
-from devcluster.shell import run, succeeds
+from devcluster.shell import run, succeeds, write_if_changed
 
 _DEBIAN = "bookworm"
 # Dockerfiles install what is missing of these, which takes longer.
@@ -22,6 +22,14 @@ _NOT_NEEDED = (
 )
 _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _CERTIFICATES_IN_BUILD = "/run/build-certificates.crt"
+# An image of a user may begin FROM one in our registry, which has no certificate.
+_REGISTRIES = """\
+unqualified-search-registries = ["docker.io"]
+
+[[registry]]
+location = "{registry}"
+insecure = true
+"""
 
 
 class Buildah:
@@ -81,9 +89,9 @@ class Buildah:
             "--layers",
             "--isolation",
             "chroot",
-            "--ignorefile",
-            f"{recipe.dockerfile}.dockerignore",
         ]
+        if (root / f"{recipe.dockerfile}.dockerignore").exists():
+            argv += ["--ignorefile", f"{recipe.dockerfile}.dockerignore"]
         argv += [
             "--file",
             recipe.dockerfile,
@@ -116,7 +124,6 @@ class Buildah:
         with progress(f"pushing {target}"):
             self._run(
                 "push",
-                "--tls-verify=false",
                 "--compression-format=zstd",
                 "--compression-level=1",
                 image,
@@ -129,4 +136,7 @@ class Buildah:
 
     def _run(self, *arguments: str, cwd: Path | None = None, log: Path | None = None) -> str:
         self._tmp.mkdir(parents=True, exist_ok=True)
-        return run([*self._argv, *arguments], cwd=cwd, env={"TMPDIR": str(self._tmp)}, log=log)
+        registries = self._tmp.parent / "registries.conf"
+        write_if_changed(registries, _REGISTRIES.format(registry=self._settings.registry))
+        env = {"TMPDIR": str(self._tmp), "CONTAINERS_REGISTRIES_CONF": str(registries)}
+        return run([*self._argv, *arguments], cwd=cwd, env=env, log=log)

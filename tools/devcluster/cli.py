@@ -15,7 +15,7 @@ from pathlib import Path
 from devcluster.binaries import Binaries
 from devcluster.clusters import Cluster, choose
 from devcluster.console import say
-from devcluster.recipes import ENGINES, RECIPES, variants
+from devcluster.recipes import ENGINES, RECIPES, own, variants
 from devcluster.settings import Settings
 from devcluster.shell import DevclusterError, NoClusterPossible
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     settings = Settings.from_environment()
-    if options.command == "images" and options.source:
+    if getattr(options, "source", None):
         settings = replace(settings, repository=options.source.resolve())
     try:
         if options.command == "build":
@@ -73,6 +73,12 @@ def _run(options: argparse.Namespace, settings: Settings, cluster: Cluster) -> i
                 cluster.build(recipes)
             else:
                 print(json.dumps(cluster.publish(recipes)))
+        case "image":
+            recipe = own(settings.repository)
+            references = cluster.publish([recipe])
+            if recipe.name not in references:
+                raise DevclusterError("set IMAGE_REGISTRY to a registry that the cluster reads")
+            print(references[recipe.name])
         case "load":
             cluster.load(options.archive)
     return 0
@@ -87,6 +93,13 @@ def problems_that_stay(cluster: Cluster, seconds: float) -> list[str]:
     while (problems := cluster.problems()) not in ([], ["down"]) and time.monotonic() < end:
         time.sleep(1)
     return problems
+
+
+def _with_dockerfile(text: str) -> Path:
+    folder = Path(text)
+    if not (folder / "Dockerfile").is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {folder / 'Dockerfile'}")
+    return folder
 
 
 def _engines(text: str) -> tuple[str, ...]:
@@ -153,6 +166,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="the source tree that they are built from, of another release, instead of this one",
     )
+    image = commands.add_parser(
+        "image",
+        help="build the Dockerfile of a folder of yours, make it available, print its reference",
+    )
+    image.add_argument("source", type=_with_dockerfile, metavar="FOLDER")
     load = commands.add_parser("load", help="load a docker-archive or oci-archive into the cluster")
     load.add_argument("archive", type=Path)
     return parser

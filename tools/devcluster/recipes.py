@@ -1,6 +1,7 @@
 """The images and what decides their content. Pure, but it reads the files that it hashes."""
 
 import hashlib
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +17,15 @@ class Recipe:
     """An image and what it is built from.
 
     Attributes:
-        name: "operator", "worker" or "worker-<engine>"; the image is agenticrun/<name>.
-        folder: of its Dockerfile, below images/.
-        inputs: the Dockerfile and what it copies, as paths relative to the repository.
+        name: "operator", "worker", "worker-<engine>" or "own-<folder>"; the image is
+            agenticrun/<name>.
+        dockerfile: its path, relative to the source tree.
+        inputs: the Dockerfile and what it copies, as paths relative to the source tree.
         arguments: build arguments other than the base.
     """
 
     name: str
-    folder: str
+    dockerfile: str
     inputs: tuple[str, ...]
     arguments: Mapping[str, str] = field(default_factory=dict)
 
@@ -31,11 +33,6 @@ class Recipe:
     def repository(self) -> str:
         """Image name without registry and tag."""
         return f"agenticrun/{self.name}"
-
-    @property
-    def dockerfile(self) -> str:
-        """Path relative to the repository."""
-        return f"images/{self.folder}/Dockerfile"
 
     def build_arguments(self, **more: str) -> list[str]:
         """Return the build arguments as flags of docker and buildah."""
@@ -86,7 +83,12 @@ _WORKER = (
 )
 
 
-RECIPES = (Recipe("operator", "operator", _OPERATOR), Recipe("worker", "worker", _WORKER))
+_WORKER_DOCKERFILE = "images/worker/Dockerfile"
+
+RECIPES = (
+    Recipe("operator", "images/operator/Dockerfile", _OPERATOR),
+    Recipe("worker", _WORKER_DOCKERFILE, _WORKER),
+)
 """The images that every installation needs."""
 
 
@@ -99,9 +101,15 @@ def variants(engines: Collection[str], *, gpus: bool) -> tuple[Recipe, ...]:
     return tuple(
         Recipe(
             f"worker-{engine}",
-            "worker",
+            _WORKER_DOCKERFILE,
             _WORKER,
             {"ENGINE": engine, "ENGINE_LOCK": engine if gpus else f"{engine}-cpu"},
         )
         for engine in engines
     )
+
+
+def own(folder: Path) -> Recipe:
+    """Return the image that a user's folder with a Dockerfile is the source tree of."""
+    name = re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-")
+    return Recipe(f"own-{name}", "Dockerfile", (".",))

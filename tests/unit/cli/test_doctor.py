@@ -172,6 +172,14 @@ def deployment(image: str, available: int, **labels: str) -> dict[str, Any]:
     }
 
 
+def test_a_deployment_that_somebody_stopped_is_told_from_one_that_does_not_start() -> None:
+    down = deployment("quay.io/kuberay/operator:v1.6.1", 0)
+    stopped = {**down, "spec": {**down["spec"], "replicas": 0}}
+    said = [deployments_run([item], lambda version: True, "1.6").advice for item in (down, stopped)]
+    assert "kubectl describe deployment -n system operator" in said[0]
+    assert "was stopped: kubectl scale deployment -n system operator --replicas=1" in said[1]
+
+
 @pytest.mark.parametrize(
     ("found", "verdict"),
     [

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,6 +19,7 @@ from agenticrun_workers.cli import app
 from agenticrun_workers.cli.init import TEMPLATE
 from agenticrun_workers.envs import EnvConfigError, make_env
 from agenticrun_workers.envs.checking import check_env
+from pages import ROOT, blocks
 
 
 @pytest.fixture
@@ -103,10 +105,33 @@ def test_it_refuses_a_highest_that_leaves_validation_without_a_level(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(TEMPLATE)
-    for highest in (1, 4):
-        with pytest.raises(EnvConfigError, match="highest must be at least 5"):
+    for highest in (1, 3):
+        with pytest.raises(EnvConfigError, match="highest must be at least 4"):
             make_env("treasure:Treasure", {"highest": highest})
-    check_env("treasure:Treasure", {"highest": 5}, seeds=10).assert_ok(warnings=False)
+    check_env("treasure:Treasure", {"highest": 4}, seeds=10).assert_ok(warnings=False)
+
+
+@pytest.mark.parametrize("page", ["template", "environments.md"])
+def test_training_teaches_every_answer_that_validation_needs(
+    page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy learns not to give answers that only validation rewards: success stays 0 there."""
+    if page == "template":
+        monkeypatch.syspath_prepend(TEMPLATE)
+        env: Any = make_env("treasure:Treasure", {"highest": 15})
+        secret = "treasure"
+    else:
+        (code, *_) = blocks(ROOT / "docs" / page, "python")
+        namespace: dict[str, Any] = {}
+        exec(compile(code, "guess.py", "exec"), namespace)
+        env, secret = namespace["Guess"](15), "secret"
+    asked: dict[str, set[int]] = {"train": set(), "validation": set()}
+    for split, numbers in asked.items():
+        for seed in range(300):
+            env.reset(seed, split)
+            numbers.add(getattr(env, secret))
+    assert asked["validation"] <= asked["train"]
+    assert len(asked["train"]) >= 15
 
 
 @pytest.mark.parametrize(

@@ -437,6 +437,22 @@ def test_a_volume_that_the_user_mounts_is_read_too() -> None:
     assert str(found) == "volume share"
 
 
+@pytest.mark.parametrize("path", ["/tmp", "/tmp/runs", "/data"])
+def test_the_users_volume_may_have_any_name_and_place(path: str) -> None:
+    """The apiserver refuses two volumes of one name, and two mounts of one path."""
+    nfs = {"name": "scratch", "nfs": {"server": "nas", "path": "/runs"}}
+    mount = {"name": "scratch", "mountPath": path, "readOnly": True}
+    spec = reader_pod(parse_served(served()), OutputVolume(nfs, mount))["spec"]
+    (container,) = spec["containers"]
+    names = [volume["name"] for volume in spec["volumes"]]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert len(set(names)) == len(names) == 2
+    assert set(mounts.values()) == set(names)
+    assert spec["volumes"][names.index(mounts[path])]["nfs"] == nfs["nfs"]
+    (scratch,) = {place for place in mounts if place != path}
+    assert container["env"] == [{"name": "TMPDIR", "value": scratch}]
+
+
 ON_NODE = {"name": "share", "hostPath": {"path": "/mnt"}}
 
 

@@ -14,7 +14,12 @@ from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
 from agenticrun_workers.cli.run import closing_lines
 from agenticrun_workers.reporting.client import rfc3339
-from agenticrun_workers.reporting.run_folder import RunFolder, announced_process
+from agenticrun_workers.reporting.run_folder import (
+    RunFolder,
+    announced_process,
+    keep_actor_logs,
+    link_actor_logs,
+)
 from run_folders import BEGAN, make_run_folder
 from tiny_runs import tiny_run
 
@@ -99,20 +104,35 @@ def test_samples_that_are_not_there_name_those_that_are(ended: Path) -> None:
     assert "step-0-val" in shown
 
 
-def test_logs_are_those_of_the_role(ended: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (ended / "run.log").write_text("first\nsecond\nthird\n")
+def test_logs_are_those_of_the_role(ended: Path) -> None:
+    started = "INFO agenticrun_workers.driver.actors: {} runs on vm (node 0f4ca771, pid {})\n"
+    (ended / "run.log").write_text(
+        started.format("env-worker-0", 11) + started.format("trainer-0", 12) + "second\nthird\n"
+    )
     (ended / "engines").mkdir()
     (ended / "engines" / "vllm-0.log").write_text("engine starts\n")
-    assert cli("logs", ended, "--lines", 2) == (0, "second\nthird\n")
-    assert cli("logs", ended, "--role", "inference") == (0, "engine starts\n")
-
-
-def test_a_role_without_logs_of_its_own_says_where_they_are(ended: Path) -> None:
+    written = ended.parent / "logs"
+    written.mkdir()
+    (written / "worker-ab-01-11.err").write_text(":actor_name:E\njudge right: KeyError\n")
+    (written / "worker-ab-01-11.out").write_text("")
+    (written / "worker-cd-01-12.err").write_text(":job_id:01\n:actor_name:T\n")
+    (written / "raylet.out").write_text("not an actor's\n")
+    link_actor_logs(ended, written)
+    for _ in range(2):  # while it trains, and afterwards
+        assert cli("logs", ended, "--lines", 2) == (0, "second\nthird\n")
+        assert cli("logs", ended, "--role", "inference") == (0, "engine starts\n")
+        assert cli("logs", ended, "--role", "env") == (0, "judge right: KeyError\n")
+        keep_actor_logs(ended)
+    assert [file.name for file in (ended / "actors").iterdir()] == ["worker-ab-01-11.err"]
     code, said = cli("logs", ended, "--role", "trainer")
     assert code == ExitCode.INVALID_CONFIG
-    assert "run.log" in said
-    code, said = cli("logs", ended, "--role", "inference")
-    assert "transformers computes in the actor" in said
+    assert "it has printed nothing" in said
+
+
+def test_the_log_of_a_copied_run_is_one_log_in_two_files(ended: Path) -> None:
+    (ended / "driver.log.1").write_text("first\nsecond\n")
+    (ended / "driver.log").write_text("third\n")
+    assert cli("logs", ended, "--lines", 2) == (0, "second\nthird\n")
 
 
 def test_an_unknown_role_is_refused(ended: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from devcluster import clusters, prerequisites
+from devcluster import cli, clusters, prerequisites
 from devcluster.clusters import ContextCluster, HostCluster, KindCluster, choose
 from devcluster.containerd import write_image
 from devcluster.node import mounts_below
@@ -92,13 +92,21 @@ def test_a_cluster_that_is_down_has_no_kubeconfig(settings: Settings) -> None:
 def test_command_line_ends_with_3_where_no_cluster_is_possible(
     machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from devcluster.cli import main
-
     machine.delenv("CONTEXT", raising=False)
     machine.setenv("AGENTICRUN_DEVCLUSTER_STATE", "/nonexistent")
     machine.setattr(prerequisites, "host_refusal", lambda: "not root")
-    assert main(["up"]) == 3
+    assert cli.main(["up"]) == 3
     assert capsys.readouterr().err.count("\n") == 1
+
+
+class Publishes:
+    """A cluster that names the source tree as the reference of each image."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
+        return {recipe.name: str(self._settings.repository) for recipe in recipes}
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -108,19 +116,34 @@ def test_images_are_built_from_the_source_tree_that_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from devcluster import cli
-
-    class Publishes:
-        def __init__(self, settings: Settings) -> None:
-            self._settings = settings
-
-        def publish(self, recipes: Sequence[Recipe]) -> dict[str, str]:
-            return {recipe.name: str(self._settings.repository) for recipe in recipes}
-
     monkeypatch.setattr(cli, "choose", Publishes)
     assert cli.main(["images", *(["--source", str(tmp_path)] if named else [])]) == 0
     root = tmp_path if named else Settings.from_environment({}).repository
     assert json.loads(capsys.readouterr().out) == {"operator": str(root), "worker": str(root)}
+
+
+def test_a_folder_of_the_users_is_built_and_its_reference_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "choose", Publishes)
+    folder = tmp_path / "games"
+    folder.mkdir()
+    with pytest.raises(SystemExit):
+        cli.main(["image", str(folder)])
+    assert f"there is no file {folder / 'Dockerfile'}" in capsys.readouterr().err
+    (folder / "Dockerfile").write_text("FROM x")
+    assert cli.main(["image", str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder}\n"
+
+
+def test_a_cluster_that_takes_no_images_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CONTEXT", "lab")
+    monkeypatch.delenv("IMAGE_REGISTRY", raising=False)
+    (tmp_path / "Dockerfile").write_text("FROM x")
+    assert cli.main(["image", str(tmp_path)]) == 1
+    assert "set IMAGE_REGISTRY" in capsys.readouterr().err
 
 
 @dataclass
@@ -137,8 +160,6 @@ class Troubled:
 def test_status_waits_for_problems_that_pass_if_told_so_but_not_for_a_cluster_that_is_down(
     machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from devcluster import cli
-
     def status(*tells: list[str], wait: str) -> int:
         machine.setattr(cli, "choose", lambda settings: Troubled(list(tells)))
         return cli.main(["status", "--wait", wait])

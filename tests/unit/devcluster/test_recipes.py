@@ -8,10 +8,10 @@ import pytest
 from devcluster.buildah import Buildah
 from devcluster.containerd import Containerd
 from devcluster.images import NodeImages, kept_and_old
-from devcluster.recipes import ENGINES, RECIPES, Recipe, variants
+from devcluster.recipes import ENGINES, RECIPES, Recipe, own, variants
 from devcluster.settings import Settings
 
-_RECIPE = Recipe("worker", "worker", ("images/worker", "code"))
+_RECIPE = Recipe("worker", "images/worker/Dockerfile", ("images/worker", "code"))
 
 
 @pytest.fixture
@@ -75,6 +75,14 @@ def test_every_engine_has_a_variant_of_its_own_for_gpus_and_for_machines_without
         "vllm-cpu",
     ]
     assert {recipe.dockerfile for recipe in made} == {"images/worker/Dockerfile"}
+
+
+def test_a_users_folder_is_an_image_of_its_own_that_changes_with_every_file(tree: Path) -> None:
+    recipe = own(tree / "My Games")
+    assert (recipe.repository, recipe.dockerfile) == ("agenticrun/own-my-games", "Dockerfile")
+    before = recipe.tag(tree, "base")
+    (tree / "docs/x.md").write_text("changed")
+    assert recipe.tag(tree, "base") != before
 
 
 def test_bytecode_and_files_outside_the_inputs_do_not_change_the_tag(tree: Path) -> None:

@@ -10,6 +10,7 @@ import ast
 import copy
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -23,7 +24,18 @@ import yaml
 
 from agenticrun_api import parse_run
 from agenticrun_workers.cli import app
-from pages import PAGES, ROOT, blocks, commands, indented_yaml
+from devcluster.cli import main as devcluster
+from pages import (
+    FENCED,
+    PAGES,
+    PROGRAMS,
+    ROOT,
+    blocks,
+    commands,
+    indented_yaml,
+    shell_lines,
+    simple_commands,
+)
 
 KUBECTL = (
     "apply annotate agenticrun create delete describe exec get label logs patch scale top wait"
@@ -240,3 +252,92 @@ def test_commands_are_found() -> None:
 )
 def test_a_wrong_command_is_noticed(line: str) -> None:
     assert refused(line.split()) != ""
+
+
+UNCHECKED = {
+    "cd": "folders that the commands before it make",
+    "grep": "reads what a program of ours prints; the tests of its page have the pattern",
+    "ls": "lists what the commands before it made",
+    "pre-commit": "writes a hook into .git; .pre-commit-config.yaml is what it runs",
+    "ssh-keyscan": "asks a host of the internet",
+    "wandb": "sends to the servers of Weights & Biases",
+}
+"""Programs whose command lines no test checks, and why."""
+SUBCOMMANDS = {"docker": {"build", "push"}, "git": {"clone", "rev-parse"}}
+
+
+def unknown(words: list[str]) -> str:
+    """Return what is wrong with a command of another program, or nothing."""
+    program, *rest = words
+    files = [ROOT / word for word in rest if re.match(r"(tools|tests|benchmarks)/", word)]
+    if missing := [file for file in files if not file.exists()]:
+        return f"there is no {missing[0].relative_to(ROOT)}"
+    if program in SUBCOMMANDS:
+        return "" if rest[0] in SUBCOMMANDS[program] else f"add {program} {rest[0]} to SUBCOMMANDS"
+    if program in ("python", "python3"):
+        if rest[0] == "-c":
+            ast.parse(rest[1])
+            return ""
+        return "" if files else f"{program} {rest[0]}: name a file of the repository"
+    if program in ("pytest", ".venv/bin/pytest"):
+        return "" if files or rest == ["test_my_env.py"] else "pytest without a file of ours"
+    if program == ".":
+        return "" if rest == [".venv/bin/activate"] else f"there is no {rest}"
+    if program == "tools/fresh.sh":
+        source = (ROOT / "tools/fresh.py").read_text()
+        return next((f"{program} has no {word}" for word in rest if f'"{word}"' not in source), "")
+    return "" if program in UNCHECKED else f"check {program} here, or say in UNCHECKED why not"
+
+
+@each_page
+def test_every_line_of_a_shell_block_is_checked_or_has_a_reason_why_not(page: Path) -> None:
+    others = [
+        words
+        for line in shell_lines(page)
+        for words in simple_commands(line)
+        if words[0] not in PROGRAMS
+    ]
+    assert [(words, unknown(words)) for words in others if unknown(words)] == []
+
+
+def test_shells_can_read_every_block() -> None:
+    scripts = [text for page in PAGES for text in [*shell_lines(page), *blocks(page, "bash", "sh")]]
+    assert len(scripts) > 100
+    script = "\n".join(f"_() {{\n{text}\n}}" for text in scripts)
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+@each_page
+def test_every_fenced_block_has_a_language(page: Path) -> None:
+    assert [text for _, language, text in FENCED.findall(page.read_text()) if not language] == []
+
+
+def test_commands_of_the_dev_cluster_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        devcluster(["--help"])
+    names = re.findall(r"\{([\w,]+)\}", capsys.readouterr().out)[0]
+    used = {
+        words[2]
+        for page in PAGES
+        for line in shell_lines(page)
+        for words in simple_commands(line)
+        if words[1:2] == ["tools/devcluster"]
+    }
+    assert used >= {"up", "down", "images", "image"}
+    assert used <= set(names.split(","))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "curl https://example.org",
+        "pytest tests/unit/nothing.py",
+        "X=1 python3 tools/nothing.py && ls",
+        "V=$(git frobnicate HEAD)",
+        "tools/fresh.sh --everything",
+        ". elsewhere/activate",
+    ],
+)
+def test_a_wrong_line_of_another_program_is_noticed(line: str) -> None:
+    assert any(unknown(words) for words in simple_commands(line))

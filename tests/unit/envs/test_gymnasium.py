@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import yaml
 from gymnasium import spaces
 from gymnasium.envs.toy_text.taxi import TaxiEnv
 from hypothesis import given
@@ -25,6 +26,7 @@ from agenticrun_workers.envs.gym import (
 )
 from agenticrun_workers.seeds import VALIDATION_SEEDS
 from agenticrun_workers.types import EpisodeKey, Stream
+from pages import ROOT, blocks
 
 
 class Room(gymnasium.Env[Any, Any]):
@@ -127,10 +129,17 @@ def room(
         "Acrobot-v1",
         "TorquePendulum-v0",
         "DictRoom-v0",
+        pytest.param(
+            "LunarLander-v3",
+            # SWIG's module cannot be imported where this warning is an error.
+            marks=pytest.mark.filterwarnings("ignore:builtin type [sS]wig:DeprecationWarning"),
+        ),
+        "minigrid:MiniGrid-DoorKey-5x5-v0",
     ],
 )
 def test_episodes_are_gymnasiums(id: str) -> None:
-    env, theirs = GymnasiumEnv(id=id), gymnasium.make(id)
+    kwargs: dict[str, Any] = {"agent_view_size": 3} if "MiniGrid" in id else {}
+    env, theirs = GymnasiumEnv(id=id, kwargs=kwargs), gymnasium.make(id, **kwargs)
     words = env._words.all()
     for seed in range(5):
         env.reset(seed, Stream.TRAIN)
@@ -154,6 +163,21 @@ def test_a_dict_and_a_box_are_written_in_full() -> None:
     assert "direction: " in text
     assert len(re.findall(r"\d+", text.partition("image: ")[2])) >= 9
     assert re.fullmatch(r"-0\.\d\d, 0\.00", hill.reset(3, Stream.TRAIN))
+
+
+def test_minigrid_shows_direction_view_and_mission_and_says_when_the_view_is_too_large() -> None:
+    (config,) = (
+        env["config"]
+        for block in blocks(ROOT / "docs/gymnasium.md", "yaml")
+        for env in yaml.safe_load(block).get("spec", {}).get("pipeline", {}).get("envs", [])
+        if "MiniGrid" in env["config"]["id"]
+    )
+    env = GymnasiumEnv(**config)
+    text = env.reset(1, Stream.TRAIN)
+    assert re.fullmatch(r"Direction: \d\. View: (\d+, ){26}\d+\. Mission: .+", text)
+    assert env.step("forward").metrics["action_is_valid"] == 1.0
+    with pytest.raises(ValueError, match="a Box of at most 64 numbers"):
+        GymnasiumEnv(id=config["id"])
 
 
 @pytest.mark.parametrize("stream", list(Stream))

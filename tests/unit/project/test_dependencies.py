@@ -42,9 +42,11 @@ MODULES = {
 
 NOT_IMPORTED = {
     "agenticrun": "our own extras",
+    "box2d": "gymnasium imports it for LunarLander",
     "codespell": "a command of make lint",
     "hatchling": "builds our own package",
     "import-linter": "a command of make lint",
+    "minigrid": "gymnasium imports it for minigrid:MiniGrid-...",
     "mkdocs-material": "the theme of make docs",
     "mypy": "a command of make lint",
     "pre-commit": "a command that contributors run",

@@ -46,6 +46,9 @@ START_SECONDS = 60.0
 PULL_SECONDS = 300.0
 """Further patience with a node that pulls the image: the pod was scheduled to one without it."""
 POLL_SECONDS = 0.5
+_SCRATCH = "/reader-scratch"
+"""Where the pod may write: a copy of what is read, until it is packed. A run may have its output
+below /tmp."""
 LIFE_SECONDS = 1200
 """Lifetime of a pod that is not deleted before."""
 
@@ -162,10 +165,15 @@ def reader_pod(run: AgenticRun, output: OutputVolume) -> Manifest:
                 "command": ["sleep", str(LIFE_SECONDS)],
                 "resources": _RESOURCES,
                 "securityContext": RESTRICTED | {"readOnlyRootFilesystem": True},
-                "volumeMounts": [output.mount, {"name": "scratch", "mountPath": "/tmp"}],
+                "env": [{"name": "TMPDIR", "value": _SCRATCH}],
+                "volumeMounts": [
+                    {**output.mount, "name": "output"},
+                    {"name": "scratch", "mountPath": _SCRATCH},
+                ],
             }
         ],
-        "volumes": [output.volume, {"name": "scratch", "emptyDir": {}}],
+        # Under a name of ours: the user's may be the other one.
+        "volumes": [{**output.volume, "name": "output"}, {"name": "scratch", "emptyDir": {}}],
     }
     kept = _PLACE | {"imagePullSecrets"}
     theirs = {name: value for name, value in driver.overlay.spec.items() if name in kept}

@@ -66,6 +66,7 @@ from agenticrun_workers.reporting.display import RunView, remaining_seconds
 from agenticrun_workers.reporting.display import validation_result as result_of
 from agenticrun_workers.reporting.run_folder import (
     CHECKPOINT,
+    RAY_MARKS,
     SAMPLES,
     STOP,
     TRACES,
@@ -268,26 +269,29 @@ class FolderSource:
         )
 
     def logs(self, role: str, *, lines: int, follow: bool) -> None:
-        """See `RunSource`: all actors but the engines' servers log through the driver."""
-        files = [
-            file
-            for file in (self.folder.path / "run.log", self.folder.path / "driver.log")
-            if file.exists()
-        ]
+        """See `RunSource`."""
+        path = self.folder.path
+        if role == REPORTER_CONTAINER:
+            raise SourceError("on this machine there is no reporter")
+        if role == Role.DRIVER:
+            files = [(name, path / name) for name in ("run.log", *DRIVER_LOGS)]
+        else:
+            files = self.folder.actor_logs(Role(role))
         if role == Role.INFERENCE:
-            files = sorted(self.folder.path.glob("engines/**/*.log"))
-        elif role != Role.DRIVER:
-            raise SourceError(
-                f"on this machine the {role} logs to run.log: leave out --role; "
-                "only engines' servers (--role inference) have logs of their own"
-            )
+            servers = sorted(path.glob("engines/**/*.log"))
+            files += [(str(file.relative_to(path / "engines")), file) for file in servers]
+        files = [(name, file) for name, file in files if file.is_file()]
         if not files:
             raise SourceError(
-                f"{self.folder.path} has no log of the role {role}"
-                + (": transformers computes in the actor" if role == Role.INFERENCE else "")
+                f"{path} has no log of the role {role}: it has printed nothing, or its actors are "
+                "threads of the driver (--in-process), which logs for them"
             )
-        more = ("-F",) if follow else ()
-        _stream([(None, ["tail", "-q", "-n", str(lines), *more, *map(str, files)])])
+        if role == Role.DRIVER and not follow:  # one log in several files
+            words = [str(lines), *(file.name for _, file in files)]
+            _stream([(None, ["sh", "-c", LOG_END, "sh", str(path), *words])])
+            return
+        tail = ["tail", "-q", "-n", str(lines), *(["-F"] * follow)]
+        _stream([(name if len(files) > 1 else None, [*tail, str(file)]) for name, file in files])
 
     def stop(self) -> str:
         """See `RunSource`."""
@@ -816,6 +820,8 @@ def _stream(commands: Sequence[tuple[str | None, list[str]]]) -> None:
     def pass_on(name: str | None, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
+            if line.startswith(RAY_MARKS):
+                continue
             typer.echo(f"[{name}] {line}" if name else line, nl=False)
 
     threads = [threading.Thread(target=pass_on, args=pair, daemon=True) for pair in processes]

@@ -35,6 +35,8 @@ from agenticrun_workers.reporting.run_folder import (
     RecordedProgress,
     announced_process,
     ask_for_trace,
+    keep_actor_logs,
+    link_actor_logs,
     refuse_if_in_use,
 )
 
@@ -256,7 +258,8 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[Launcher
     All processes and files of it are gone when the context ends.
 
     Args:
-        logs: folder that keeps the logs of engines; None deletes them too.
+        logs: folder that keeps the logs of engines; the folder above it keeps those of actors.
+            None deletes them too.
 
     Raises:
         RayNotStarted: this machine is too busy.
@@ -284,9 +287,13 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[Launcher
                 _end_ray(families(children(os.getpid()) - others))
             finally:
                 ours = families(children(os.getpid()) - others)
+        if logs is not None:
+            link_actor_logs(logs.parent, scratch / "session_latest" / "logs")
         yield RayLauncher()
     finally:
         _end_ray(families(ours))  # while their parents live: orphans have another parent
+        if logs is not None:
+            keep_actor_logs(logs.parent)
         shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -286,7 +286,7 @@ def parts(space: Any, value: Any, decimals: int) -> list[tuple[str, str]]:
     """
     from gymnasium import spaces
 
-    if isinstance(space, spaces.Text):
+    if isinstance(space, spaces.Text) or space.dtype == np.dtype(str):  # MiniGrid's missions
         return [("", str(value))]
     if isinstance(space, spaces.Discrete):
         return [("", str(int(value)))]

@@ -9,6 +9,7 @@
     process.json    in local mode: the process that trains; it takes signals
     traces/         traces that were recorded, and requests for more (driver/trace.py)
     run.log         in local mode; driver.log on a cluster
+    actors/         in local mode with Ray: what the processes of actors print, a file for each
 
 The folder may be that of a run which still trains, so a line may be half written.
 """
@@ -37,7 +38,7 @@ import psutil
 import yaml
 from pydantic import ValidationError
 
-from agenticrun_api import AgenticRun, Progress
+from agenticrun_api import AgenticRun, Progress, Role
 from agenticrun_api.version import __version__
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 
@@ -137,6 +138,24 @@ class RunFolder:
             )
         return found
 
+    def actor_logs(self, role: Role) -> list[tuple[str, Path]]:
+        """Return what the actors of a role have printed on this machine: actor and file.
+
+        run.log says which process an actor is, and Ray names the files by the process.
+        """
+        prefix = {Role.INFERENCE: "engine-", Role.ENV: "env-worker-"}.get(role, f"{role}-")
+        started: list[tuple[str, str]] = []
+        with suppress(OSError):
+            started = STARTED.findall((self.path / "run.log").read_text(errors="replace"))
+        return [
+            (actor, file)
+            for actor, pid in started
+            if actor.startswith(prefix)
+            for folder in (self.path / ACTORS, self.path / ACTORS / NOW)
+            for file in sorted(folder.glob(f"worker-*-{pid}.*"))
+            if _says_something(file)
+        ]
+
     def checkpoint(self) -> Path | None:
         """Return the newest checkpoint of a run that was trained on this machine."""
         found = [
@@ -169,6 +188,10 @@ class RunFolder:
         return None
 
 
+STARTED = re.compile(r"driver\.actors: (\S+) runs on .*\bpid (\d+)\)$", re.MULTILINE)
+ACTORS = "actors"
+NOW = "now"
+"""A link in `ACTORS` to the folder where Ray writes, while the run trains."""
 SAMPLES = re.compile(r"step-(?P<step>\d+)(?P<val>-val)?\.txt")
 HEADER = re.compile(r"^=== (tag .*) ===$\n?", re.MULTILINE)
 PART = re.compile(r"^--- ((?:turn|answer|end|\d+ turns).*) ---$\n?", re.MULTILINE)
@@ -217,6 +240,33 @@ def record_attempt(folder: Path, run: AgenticRun, attempt: int, code: Path | Non
             file.write(json.dumps(record) + "\n")
     except OSError as error:  # who saves a checkpoint there says what to do
         log.warning("the attempt is not recorded: %s", error)
+
+
+def link_actor_logs(folder: Path, written: Path) -> None:
+    """Let an output folder show the logs of actors where Ray writes them."""
+    with suppress(OSError):
+        (folder / ACTORS).mkdir(parents=True, exist_ok=True)
+        (folder / ACTORS / NOW).unlink(missing_ok=True)  # of a killed process
+        (folder / ACTORS / NOW).symlink_to(written.absolute())
+
+
+def keep_actor_logs(folder: Path) -> None:
+    """Copy the logs of actors that wrote anything, because Ray's folder goes with the process."""
+    with suppress(OSError):
+        for file in (folder / ACTORS / NOW).glob("worker-*-*-*.*"):
+            if _says_something(file):
+                shutil.copy(file, folder / ACTORS)
+        (folder / ACTORS / NOW).unlink()
+
+
+RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+"""Beginnings of lines in the logs of actors that Ray writes for itself."""
+
+
+def _says_something(file: Path) -> bool:
+    with suppress(OSError), file.open(errors="replace") as lines:
+        return any(not line.startswith(RAY_MARKS) for line in lines)
+    return False
 
 
 def without_secrets(document: Any) -> Any:

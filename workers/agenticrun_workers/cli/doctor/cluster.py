@@ -237,9 +237,11 @@ def deployments_run(deployments: Objects, fits: Callable[[str], bool], wanted: s
         version = labels.get("app.kubernetes.io/version") or image.rpartition(":")[2]
         shown.append(f"{name} {version}")
         if not (item.get("status") or {}).get("availableReplicas"):
+            where = f"deployment -n {name.replace('/', ' ')}"
             bad.append(
-                f"{name} has no available pod: "
-                f"kubectl describe deployment -n {name.replace('/', ' ')}"
+                f"{name} was stopped: kubectl scale {where} --replicas=1"
+                if item["spec"].get("replicas") == 0
+                else f"{name} has no available pod: kubectl describe {where}"
             )
         elif re.match(r"v?\d+\.\d+", version) and not fits(version):
             bad.append(f"{name}: upgrade it to {wanted}")
