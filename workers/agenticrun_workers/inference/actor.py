@@ -287,7 +287,10 @@ class EngineActor(Traced):
         for request_id in request_ids:
             if woken := self._waiting.pop(request_id, None):
                 woken.set()
-        await self._engine.abort(request_ids)
+        try:
+            await self._engine.abort(request_ids)
+        except EngineError as error:  # not the client's business: it goes on with other requests
+            self._record_failure(error)
 
     async def _watch(self) -> None:
         """Poll the engine until it fails, because one that is frozen fails no request."""
