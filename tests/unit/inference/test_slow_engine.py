@@ -80,7 +80,9 @@ class Engine:
         self._aborted |= self._in_flight.keys() & set(request_ids)
 
     async def check_health(self) -> None:
-        """See `InferenceEngine`."""
+        """See `InferenceEngine`. One that samples nothing does not answer either."""
+        if not self._rate(asyncio.get_running_loop().time()).request:
+            await asyncio.Event().wait()
 
     def stats(self) -> EngineStats:
         """See `InferenceEngine`."""

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_workers.errors import InvalidConfig
@@ -302,9 +302,9 @@ class EngineActor(Traced):
         while not self._broken.done():
             await asyncio.sleep(POLL_SECONDS)
             try:
-                await self._engine.check_health()
+                await self._measuring(meter, self._engine.check_health())
                 stats = self._engine.stats()
-                self._port.seats, self._port.speed = stats.seats, meter.measure(stats)
+                self._port.seats = stats.seats
                 pace.check(stats)
             except EngineError as error:
                 self._record_failure(error)
@@ -312,6 +312,19 @@ class EngineActor(Traced):
                 if repr(error) != told:
                     log.exception("the health of %s cannot be checked", self._name)
                 told = repr(error)
+
+    async def _measuring(self, meter: SpeedMeter, answer: Coroutine[Any, Any, None]) -> None:
+        """Wait for an answer. Its speed shows that an engine does nothing long before it fails."""
+        task = asyncio.create_task(answer)
+        try:
+            done: set[asyncio.Task[None]] = set()
+            while not done:
+                done, _ = await asyncio.wait({task}, timeout=POLL_SECONDS)
+                for each in done:
+                    each.result()
+                self._port.speed = meter.measure(self._engine.stats())
+        finally:
+            task.cancel()
 
     def _broadcast_engine(self) -> SupportsBroadcast:
         if not isinstance(self._engine, SupportsBroadcast):
