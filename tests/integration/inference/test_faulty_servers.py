@@ -1,7 +1,8 @@
 """A run goes on while a real server of SGLang or vLLM answers badly, late or not at all.
 
 A drill of minutes for each engine: `make drills` sets AGENTICRUN_SERVER_FAULTS=1. Each fault begins
-at a random moment of a step. AGENTICRUN_FAULT_SEED repeats the order of the faults. With
+at a random moment of a step. AGENTICRUN_FAULT_SEED repeats the order of the faults,
+AGENTICRUN_FAULT_NAMES=RESET,SLOW chooses some. With
 AGENTICRUN_DRILLS_TABLE=docs/drills.md the results go into that page.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -53,7 +55,7 @@ STUCK_SECONDS = float(os.environ.get("AGENTICRUN_FROZEN_SECONDS", "40"))
 """Instead of five minutes: a server that does not answer is frozen, one that computes nothing is
 stuck."""
 BATCH_SECONDS = 400.0
-REPLACE_SECONDS = 600.0
+REPLACE_SECONDS = 1200.0
 FOUND = {
     Fault.ERRORS: "answered 500",
     Fault.NO_JSON: "cannot be read",
@@ -171,9 +173,15 @@ class ServerWorld(World):
     """
 
     def __init__(
-        self, folder: Path, rng: random.Random, pipeline: Pipeline, faults: list[Fault]
+        self,
+        folder: Path,
+        rng: random.Random,
+        engine: str,
+        faults: list[Fault],
+        log: pytest.LogCaptureFixture,
     ) -> None:
-        super().__init__(folder, rng, pipeline)
+        super().__init__(folder, rng, pipeline_of(engine))
+        self._name, self._log = engine, log
         self._source = ModelSource(str(folder))
         self._model = load_model(str(folder))
         self._weights: Any = SameWeights(weight_parts(folder, folder / "parts"))
@@ -181,7 +189,7 @@ class ServerWorld(World):
         self._struck: dict[Fault, tuple[str, FaultyServer]] = {}
         self._proxies: dict[str, FaultyServer] = {}
         self.exits = AsyncExitStack()
-        self.replaced: dict[Fault, tuple[str, float]] = {}
+        self._replaced: dict[Fault, tuple[str, float]] = {}
         """The engine that had the fault, and the seconds until there was another."""
         self.tokens = 0
 
@@ -202,6 +210,8 @@ class ServerWorld(World):
             return
         fault = self._faults[self.version // 3]
         if self.version % 3 == 1:
+            if self.version > 1:
+                self.report(self.version // 3 - 1)
             await asyncio.sleep(self.rng.uniform(0, 2))
             await eventually_in_loop(lambda: len(self.engine_pool.engines) == 2, 60, "two serve")
             name = self.rng.choice(list(self.engine_pool.engines))
@@ -216,7 +226,7 @@ class ServerWorld(World):
                     REPLACE_SECONDS,
                     f"another engine instead of {name}, {fault}",
                 )
-                self.replaced[fault] = name, asyncio.get_running_loop().time() - began
+                self._replaced[fault] = name, asyncio.get_running_loop().time() - began
         elif fault not in FOUND:
             self._struck[fault][1].fault = None
 
@@ -232,8 +242,32 @@ class ServerWorld(World):
         )
         self.tokens += int(mask_T.sum())
 
-    def hits(self, fault: Fault) -> int:
-        return self._struck[fault][1].hits
+    def report(self, number: int) -> None:
+        """Check how a fault went, when the step after it has been made, and write its row."""
+        fault = self._faults[number]
+        assert self._struck[fault][1].hits, fault
+        found, replaced = (
+            "the speed of its engine: responses go on at the other one",
+            "not replaced",
+        )
+        if fault in FOUND:
+            name, seconds = self._replaced[fault]
+            (message,) = (each for each in self._log.messages if f"{name} died and is rep" in each)
+            assert FOUND[fault] in message, (fault, message)
+            found = re.sub(r"http\S+ ", "", message.splitlines()[0].partition(": ")[2])[:100]
+            replaced = f"{seconds:.0f} s"
+        step, normal = self.seconds[3 * number + 1], self.seconds[3 * number + 3]
+        usual = median(self.seconds[::3])
+        date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+        row = Row(f"{self._name}: {fault.value}", date, found, replaced, step, normal)
+        print(row.line(), flush=True)
+        if table := os.environ.get("AGENTICRUN_DRILLS_TABLE"):
+            page, order = (
+                Path(table),
+                [f"{each}: {item.value}" for each in CONFIGS for item in Fault],
+            )
+            page.write_text(with_row(page.read_text(), row, order, TABLE_HEAD))
+        assert normal < 3 * usual + 5, f"{fault}: the step after it takes {normal} s, not {usual}"
 
 
 @pytest.mark.parametrize("engine", list(CONFIGS))
@@ -262,7 +296,7 @@ async def test_bad_answers_of_servers_cost_no_episode_and_are_never_trained_on(
         faults = [fault for fault in faults if fault.name in wanted.split(",")]
     print(f"{engine}: seed {seed}: {[fault.name for fault in faults]}", flush=True)
     async with nothing_left_behind(connections=RESIDUE):
-        world = ServerWorld(folder, rng, pipeline_of(engine), faults)
+        world = ServerWorld(folder, rng, engine, faults, caplog)
         async with world.exits:
             await world.start()
             position = await world.train(3 * len(faults) + 1, BATCH_SECONDS)
@@ -270,27 +304,9 @@ async def test_bad_answers_of_servers_cost_no_episode_and_are_never_trained_on(
     assert world.lost_nothing(position), f"seed {seed}"
     lost = [record for record in caplog.records if record.name == "asyncio"]
     assert not lost, [(each.getMessage(), each.exc_info) for each in lost]
-    rows = []
+    world.report(len(faults) - 1)
     usual = median(world.seconds[::3])
-    for number, fault in enumerate(faults):
-        assert world.hits(fault), fault
-        found, replaced = "what it does not cost: requests go to others", "is not replaced"
-        if fault in FOUND:
-            name, seconds = world.replaced[fault]
-            (message,) = (each for each in caplog.messages if f"{name} died and is rep" in each)
-            assert FOUND[fault] in message, (fault, message)
-            found, replaced = message.splitlines()[0].partition(": ")[2][:110], f"{seconds:.0f} s"
-        step, normal = world.seconds[3 * number + 1], world.seconds[3 * number + 3]
-        assert normal < 3 * usual + 5, f"{fault}: the step after it takes {normal} s, not {usual}"
-        date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-        row = Row(f"{engine}: {fault.value}", date, found, replaced, step, normal)
-        rows.append(row)
-        print(row.line(), flush=True)
     print(f"{engine}: {world.tokens} tokens checked; a step without a fault: {usual:.1f} s")
-    if table := os.environ.get("AGENTICRUN_DRILLS_TABLE"):
-        page, order = Path(table), [f"{each}: {fault.value}" for each in CONFIGS for fault in Fault]
-        for row in rows:
-            page.write_text(with_row(page.read_text(), row, order, TABLE_HEAD))
 
 
 RESIDUE = 2
