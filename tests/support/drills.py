@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -512,13 +512,23 @@ TABLE_HEAD = (
 )
 
 
-def with_row(text: str, row: Row, order: Sequence[str]) -> str:
+class HasLine(Protocol):
+    """A line of a table."""
+
+    @property
+    def drill(self) -> str: ...
+
+    def line(self) -> str: ...
+
+
+def with_row(text: str, row: HasLine, order: Sequence[str], table: str = TABLE_HEAD) -> str:
     """Return a page with this row in its table, instead of an older row of the same drill.
 
     Args:
         order: of the drills in the table.
+        table: its head.
     """
-    head, _, rest = text.partition(TABLE_HEAD)
+    head, _, rest = text.partition(table)
     lines = rest.splitlines()
     count = next(
         (place for place, line in enumerate(lines) if not line.startswith("| ")), len(lines)
@@ -526,4 +536,4 @@ def with_row(text: str, row: Row, order: Sequence[str]) -> str:
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines[:count]}
     rows[row.drill] = row.line()
     ordered = [rows[name] for name in order if name in rows]
-    return head + TABLE_HEAD + "\n".join([*ordered, *lines[count:]]) + "\n"
+    return head + table + "\n".join([*ordered, *lines[count:]]) + "\n"

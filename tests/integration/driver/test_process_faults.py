@@ -1,7 +1,8 @@
 """A run whose processes are killed and frozen at any moment computes what an undisturbed one does.
 
 `make drills` sets AGENTICRUN_PROCESS_FAULTS to the number of faults. AGENTICRUN_FAULT_SEED repeats
-the faults of a run, at about the same moments.
+the faults of a run, at about the same moments. AGENTICRUN_FROZEN_SECONDS is the time after which a
+stopped process counts as frozen: a run has 60.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ CORE: tuple[Fault, ...] = (
 """The faults of `make test`."""
 CLASSES = ("EnvWorker", "EngineActor", "NodeWeights", "TrajectoryStore")
 """Only the loss of a store ends the attempt."""
-PAUSE_SECONDS = 3.0
+FROZEN_SECONDS = float(os.environ.get("AGENTICRUN_FROZEN_SECONDS", "10"))
+PAUSE_SECONDS = 0.3 * FROZEN_SECONDS
 RAY_CONNECTIONS = 6
 """Sockets that Ray keeps in the driver. Three or four were seen after the core faults."""
 
@@ -109,7 +111,9 @@ class Drill:
     async def another_step(self, running: asyncio.Task[None], told: str) -> None:
         """Wait until a step begins and ends."""
         step = self.step + 2
-        await eventually_in_loop(lambda: self.step >= step or running.done(), 120, told)
+        await eventually_in_loop(
+            lambda: self.step >= step or running.done(), 110 + FROZEN_SECONDS, told
+        )
         if running.done():
             await running
 
@@ -178,7 +182,8 @@ async def test_engines_that_fail_requests_cost_no_episode(
 async def test_faults_change_nothing_that_a_run_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "FROZEN_POLLS", 2)
+    polls = round(FROZEN_SECONDS / liveness.POLL_SECONDS)
+    monkeypatch.setattr(liveness, "FROZEN_POLLS", polls)
     served: list[int] = []
     batch = RolloutController.batch
 

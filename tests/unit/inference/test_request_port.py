@@ -337,6 +337,25 @@ async def test_a_broken_engine_answers_nothing_so_that_its_clients_ask_another_o
     frames.close()
 
 
+async def test_an_engine_that_cannot_abort_is_broken_and_its_connections_last(
+    closing: AsyncExitStack,
+) -> None:
+    engine = Engine()
+    made = actor(engine, closing)
+    frames = await connect(await made.requests_address(), "w")
+    engine.abort = cannot_abort  # type: ignore[method-assign]
+    frames.write(Abort(["a"]))
+    with pytest.raises(EngineError, match="answered 500"):
+        await made.health()
+    frames.write(ask("b", 7))
+    assert (await answers(frames, 1))[0].request_id == "b"
+    frames.close()
+
+
+async def cannot_abort(request_ids: list[str] | None = None) -> None:
+    raise EngineError("/abort was answered 500")
+
+
 async def failing(request: GenerationRequest) -> Generation:
     raise EngineError("out of memory")
 

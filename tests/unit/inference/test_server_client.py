@@ -43,6 +43,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.wfile.flush(); print("last words", flush=True); os._exit(3)
             self.wfile.write(b"0\\r\\n\\r\\n")
             return
+        if self.path == "/reset":
+            self.close_connection = True
+            return
         if self.path == "/once":  # closes the connection without a word when it is used again
             if getattr(self, "used", False):
                 self.close_connection = True
@@ -171,6 +174,15 @@ async def test_last_words_are_waited_for_while_a_supervisor_is_slow_to_end(
     os.kill(process._supervisor.pid, signal.SIGCONT)
     with pytest.raises(EngineError, match=r"toy ended with status 3[\s\S]*last words"):
         await dying
+
+
+async def test_a_connection_that_breaks_while_the_server_lives_is_an_error_at_once(
+    http: ServerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not when it has been waited for that the server ends, for a minute."""
+    monkeypatch.setattr(server_process, "ENDING_SECONDS", 0.0)
+    with pytest.raises(EngineError, match=r"/reset of .* failed: ServerDisconnectedError"):
+        await asyncio.wait_for(http.post("/reset", {}), 30)
 
 
 async def test_a_healthy_server_is_left_alone(http: ServerClient, process: ServerProcess) -> None:

@@ -103,3 +103,29 @@ def test_an_event_of_another_form_is_an_error_of_the_engine() -> None:
     for event in events:
         with pytest.raises(EngineError, match="cannot be read"), readable_answer():
             read_event(event, SampledTokens())
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (an_event([2**40], []), "OverflowError"),
+        (an_event([1.5], []), "TypeError"),  # type: ignore[list-item]
+        (an_event([5], [{"version": "8", "start": 0, "end": 3}]), "of which 2 have come"),
+    ],
+    ids=["a huge id", "no id", "a lost event"],
+)
+def test_what_is_no_token_or_lacks_some_is_noticed_when_it_comes(
+    event: dict[str, Any], message: str
+) -> None:
+    """Later nobody could say what is wrong: the request would fail, and not the engine."""
+    sampled = SampledTokens([4], [-2.0], [8])
+    with pytest.raises(EngineError, match=message), readable_answer():
+        read_event(event, sampled)
+    assert sampled == SampledTokens([4], [-2.0], [8])
+
+
+def test_tokens_without_their_log_probs_are_noticed() -> None:
+    event = an_event([5, 6], [])
+    del event["choices"][0]["logprobs"]["content"][0]
+    with pytest.raises(EngineError, match="2 tokens with 1 log-probs"), readable_answer():
+        read_event(event, SampledTokens())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,22 +23,13 @@ from agenticrun_workers.inference import actor as actor_module
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED, EngineStats
 from agenticrun_workers.inference.model_files import RequestLimits
-from agenticrun_workers.inference.pool import EnginePool
 from agenticrun_workers.launch import Node
 from agenticrun_workers.launch.launcher import shared_node
-from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 from agenticrun_workers.placement import Placement
-from agenticrun_workers.rollout.controller import Batch, RolloutController, RolloutPosition
-from agenticrun_workers.rollout.env_pool import EnvPool
-from agenticrun_workers.rollout.env_worker import EnvWorker
-from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan
-from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
-from agenticrun_workers.serialization import unpack
-from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, Trajectory
 from leaks import nothing_left_behind
-from rollout_fakes import Remote
+from rollout_world import World
 
 REPETITIONS = int(os.environ.get("AGENTICRUN_ENGINE_FAULTS", "3"))
 LAKE = FrozenLake()
@@ -155,101 +145,39 @@ class Actor(EngineActor):
         self._watcher = asyncio.create_task(self._watch(), name="engine-health")
 
 
-class World:
-    """A run with real pools, workers and controller, on fake models."""
+class FakeWorld(World):
+    """A run on fake models. One fault begins at a random moment of each of the first steps."""
 
-    def __init__(self, folder: Path, rng: random.Random) -> None:
-        self.rng = rng
+    def __init__(self, folder: Path, rng: random.Random, faults: list[str]) -> None:
+        super().__init__(folder, rng, PIPELINE)
+        self._faults = faults
         self.models: dict[str, Model] = {}
-        self.trained: list[int] = []
-        self.rerolled = 0
-        self._folder = folder
-        self._actors: list[tuple[Actor, Remote]] = []
-        self._store = TrajectoryStore()
-        self._stores = [Remote(self._store)]
-        self._version = 0
-        self.env_pool = EnvPool(self._env_worker, 2)
-        self.engine_pool = EnginePool(self._engine, 2, self._changed)
 
-    async def _changed(self, engines: Any) -> None:
-        await self.env_pool.set_endpoints(engines, self._stores)
-
-    async def _engine(self, name: str, _: int) -> Any:
+    async def engine(self, name: str) -> EngineActor:
         actor, model = Actor(name), Model(self.rng)
-        model.version = self._version
+        model.version = self.version
         actor.serve(model)
         self.models[name] = model
-        handle = Remote(actor)
-        self._actors.append((actor, handle))
-        return handle
+        return actor
 
-    async def _env_worker(self) -> Any:
-        worker = EnvWorker(f"w{self.rng.random()}", PIPELINE)
-        await worker.describe()
-        await worker.setup(TokenizerSource(str(self._folder)))
-        return Remote(worker)
+    async def sync(self) -> None:
+        for model in self.models.values():
+            model.version = self.version
 
-    async def _discard(self, results: list[EpisodeResult]) -> None:
-        await self._store.discard([result.key for result in results])
-
-    async def start(self) -> None:
-        await asyncio.gather(self.env_pool.start(), self.engine_pool.start())
-
-    async def close(self) -> None:
-        await self.engine_pool.stop()
-        await self.env_pool.set_endpoints({}, self._stores)
-        await self.env_pool.stop()
-        for worker in self.env_pool._workers:
-            for task in worker.handle._target._tasks:  # type: ignore[attr-defined]
-                task.cancel()
-        for actor, _ in self._actors:
-            await actor.close()
-
-    async def train(self, faults: list[str]) -> RolloutPosition:
-        """Train all steps; one fault begins at a random moment of each of the first steps."""
-        controller = RolloutController(
-            self.env_pool,
-            StalenessGate.resumed(GROUPS, 2 * GROUPS, 1, 0),
-            GroupPlan.of(PIPELINE),
-            discard=self._discard,
-            position=RolloutPosition(),
-        )
-        for version in range(STEPS):
-            self._version = version
-            for model in self.models.values():
-                model.version = version
-            controller.advance(version, version)
-            striking = asyncio.create_task(self._strike(faults[version : version + 1]))
-            batch = await asyncio.wait_for(controller.batch(), 60)
-            await self._check(batch)
-            await striking
-        position = controller.position
-        await controller.stop()
-        return position
-
-    async def _strike(self, faults: list[str]) -> None:
-        for fault in faults:
+    async def strike(self) -> None:
+        for fault in self._faults[self.version : self.version + 1]:
             await asyncio.sleep(self.rng.uniform(0, 0.1))
             healthy = [name for name in self.engine_pool.engines if not self.models[name].fault]
             if healthy:
                 self.models[self.rng.choice(healthy)].fault = fault
 
-    async def _check(self, batch: Batch) -> None:
-        self.trained += [group.group for group in batch.groups]
-        self.rerolled += batch.counts.rerolled
-        keys = [result.key for result in batch.results]
-        for trajectory in unpack(await self._store.get(keys)):
-            assert trajectory.turns
-            for turn in trajectory.turns:
-                size = len(turn.response_T)
-                assert 0 < size == len(turn.logprobs_T) == len(turn.versions_T)
-                assert 0 <= turn.response_T.min() <= turn.response_T.max() < VOCABULARY
-                assert (turn.logprobs_T == -1.0).all()
-        assert {result.stop_reason for result in batch.results} <= {
-            StopReason.COMPLETED,
-            StopReason.MAX_TURNS,
-        }
-        await self._discard(batch.results)
+    def check(self, trajectory: Trajectory) -> None:
+        assert trajectory.turns
+        for turn in trajectory.turns:
+            size = len(turn.response_T)
+            assert 0 < size == len(turn.logprobs_T) == len(turn.versions_T)
+            assert 0 <= turn.response_T.min() <= turn.response_T.max() < VOCABULARY
+            assert (turn.logprobs_T == -1.0).all()
 
 
 PIPELINE = Pipeline.model_validate(
@@ -282,14 +210,12 @@ async def test_faults_of_engines_cost_no_episode_and_leave_nothing_behind(
     rng = random.Random(seed)
     faults = rng.sample(list(FAULTS), 3)
     async with nothing_left_behind():
-        world = World(folder, rng)
+        world = FakeWorld(folder, rng, faults)
         await world.start()
-        position = await world.train(faults)
+        position = await world.train(STEPS)
         await world.close()
     told = f"seed {seed}: {faults}"
-    numbers = Counter([*world.trained, *position.pending_groups])
-    assert numbers == Counter(range(position.next_group)), told
-    assert world.rerolled == 0, told
+    assert world.lost_nothing(position), told
     for name, model in world.models.items():
         if model.fault and model.fault != "slow" and name not in world.engine_pool.engines:
             assert any(

@@ -66,6 +66,8 @@ END_SECONDS = 60.0
 
 On a busy machine the supervisor needs a while to find the last one.
 """
+ENDING_SECONDS = 1.0
+"""A server that still answers probes so long after it has broken a connection lives on."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,11 @@ class ServerProcess:
         assert self._supervisor is not None, "started"
         await self._supervisor.wait()
         return self.failure()
+
+    async def still_serves(self) -> None:
+        """Return when the server answers a probe that is sent after `ENDING_SECONDS`."""
+        await asyncio.sleep(ENDING_SECONDS)
+        await self._serves()
 
     def failure(self) -> str:
         """Return a message for the user about a server that has ended."""
@@ -346,10 +353,18 @@ class ServerClient:
 
     async def _cause(self, path: str, error: aiohttp.ClientError) -> str:
         """Describe a broken connection. It breaks a moment before the server's processes end."""
+        ended = asyncio.create_task(self._process.wait())
+        serves = asyncio.create_task(self._process.still_serves())
         try:
-            return await asyncio.wait_for(self._process.wait(), END_SECONDS)
-        except TimeoutError:
+            await asyncio.wait(
+                {ended, serves}, timeout=END_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            if ended.done():
+                return ended.result()
             return f"{path} of {self._process.url} failed: {error!r}"
+        finally:
+            ended.cancel()
+            serves.cancel()
 
 
 def with_our_plugin(variable: str) -> dict[str, str]:
