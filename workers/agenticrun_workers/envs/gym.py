@@ -19,7 +19,7 @@ from agenticrun_workers.seeds import VALIDATION_SEEDS
 from agenticrun_workers.types import Stream
 
 Success = Literal["reward", "end"]
-"""An episode is a success if its last reward is positive, or if it terminates."""
+"""An episode is a success if it terminates with a positive last reward, or if it terminates."""
 
 
 def no_fields(_: Any) -> Mapping[str, str]:
@@ -116,10 +116,10 @@ class GymnasiumEnv:
             MultiDiscrete one. Default: the preset's words, or numbers.
         observation: template of observations: {observation} (everything), {0}, {1} ... or {name}
             (components), {ansi} (the environment's own drawing). Default: the preset's, or {ansi}
-            where
-            it exists, or {observation}.
+            where it exists, or {observation}.
         instruction: text of the first prompt; the default lists the actions.
-        success: `reward` (the last reward is positive) or `end` (the episode terminates).
+        success: `reward` (the episode terminates with a positive last reward) or `end` (it
+            terminates).
         decimals: of the numbers of a Box.
     """
 
