@@ -112,4 +112,4 @@ def variants(engines: Collection[str], *, gpus: bool) -> tuple[Recipe, ...]:
 def own(folder: Path) -> Recipe:
     """Return the image that a user's folder with a Dockerfile is the source tree of."""
     name = re.sub(r"[^a-z0-9]+", "-", folder.name.lower()).strip("-")
-    return Recipe(f"own-{name}", "Dockerfile", (".",))
+    return Recipe(f"own-{name}".rstrip("-"), "Dockerfile", (".",))

@@ -247,15 +247,13 @@ class ServerWorld(World):
         """Check how a fault went, when the step after it has been made, and write its row."""
         fault = self._faults[number]
         assert self._struck[fault][1].hits, fault
-        found, replaced = (
-            "the speed of its engine: responses go on at the other one",
-            "not replaced",
-        )
+        found, replaced = "nothing: a slow engine is not frozen", "not replaced"
         if fault in FOUND:
             name, seconds = self._replaced[fault]
             (message,) = (each for each in self._log.messages if f"{name} died and is rep" in each)
             assert FOUND[fault] in message, (fault, message)
-            found = re.sub(r"http\S+ ", "", message.splitlines()[0].partition(": ")[2])[:100]
+            found = re.sub(r" of http\S+", "", message.splitlines()[0].partition(": ")[2])
+            found = found.partition(": <")[0].partition(": it is stuck")[0]
             replaced = f"{seconds:.0f} s"
         step, normal = self.seconds[3 * number + 1], self.seconds[3 * number + 3]
         usual = median(self.seconds[::3])
@@ -302,7 +300,11 @@ async def test_bad_answers_of_servers_cost_no_episode_and_are_never_trained_on(
         position = await world.train(3 * len(faults) + 1, BATCH_SECONDS)
         await world.close()
     assert world.lost_nothing(position), f"seed {seed}"
-    lost = [record for record in caplog.records if record.name == "asyncio"]
+    lost = [
+        record
+        for record in caplog.records
+        if record.name == "asyncio" and "web_protocol" not in record.getMessage()
+    ]  # tasks of the proxies do not count
     assert not lost, [(each.getMessage(), each.exc_info) for each in lost]
     world.report(len(faults) - 1)
     usual = median(world.seconds[::3])

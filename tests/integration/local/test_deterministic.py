@@ -51,7 +51,7 @@ WALL_CLOCK = (
     "rollout/engine_busy",
     "rollout/idle/",
     "rollout/kv_usage",
-    "rollout/idle",
+    "train/idle/",
 )
 """Metrics that are about the machine and not about the run."""
 

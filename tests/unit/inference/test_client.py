@@ -12,7 +12,7 @@ import pytest
 from agenticrun_workers.inference import client as client_module
 from agenticrun_workers.inference import request_port
 from agenticrun_workers.inference.client import MAX_LOST_ENGINES, GenerationClient, RequestRefused
-from agenticrun_workers.inference.request_port import Address, EngineLoad, Speed
+from agenticrun_workers.inference.request_port import Address, EngineLoad
 from agenticrun_workers.launch import ActorUnavailable
 from agenticrun_workers.types import FinishReason, GenerationRequest, SamplingParams
 from rollout_fakes import FakeEngine, Remote
@@ -200,7 +200,6 @@ async def engine_of_next_turn(load: EngineLoad, other: EngineLoad, prompt_tokens
     first = await asyncio.wait_for(client.generate(request()), 20)
     for name, link in client._links.items():
         link.load = load if name == first.engine else other
-    client._speeds_changed()
     prompt_T = np.ones(prompt_tokens, np.int32)
     turn = GenerationRequest("a.2", "a", prompt_T, SamplingParams(100))
     second = await asyncio.wait_for(client.generate(turn), 20)
@@ -222,34 +221,6 @@ async def engine_of_next_turn(load: EngineLoad, other: EngineLoad, prompt_tokens
         ),
         pytest.param(
             EngineLoad(8, 800, 8), EngineLoad(7, 790, 8), 3200, "its own", id="a long prefix"
-        ),
-        pytest.param(
-            EngineLoad(8, 800, 8, speed=Speed(30, 240)),
-            EngineLoad(4, 400, 8, speed=Speed(10, 80)),
-            1,
-            "its own",
-            id="the other has half as much to do, and is a third as fast",
-        ),
-        pytest.param(
-            EngineLoad(1, 100, 8, speed=Speed(10, 80)),
-            EngineLoad(0, 0, 8, speed=Speed(30, 240)),
-            1,
-            "its own",
-            id="a third as fast, and a seat is free",
-        ),
-        pytest.param(
-            EngineLoad(1, 100, 8, speed=Speed(1, 8)),
-            EngineLoad(7, 700, 8, speed=Speed(30, 240)),
-            1,
-            "other",
-            id="far slower",
-        ),
-        pytest.param(
-            EngineLoad(1, 100, 8, speed=Speed(1, 8)),
-            EngineLoad(7, 700, 8, speed=Speed(30, 240)),
-            32_000,
-            "its own",
-            id="far slower, but a long prefix",
         ),
     ],
 )

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.engine import (
     ABORTED_UNSAMPLED,
-    PROMPT_TOKENS_PER_SAMPLED,
     STEP_SECONDS,
-    STREAM_TOKENS,
     EngineError,
     EngineStartError,
     EngineStats,
@@ -26,7 +23,7 @@ from agenticrun_workers.inference.engine import (
     SupportsBroadcast,
     UnusableModel,
 )
-from agenticrun_workers.inference.request_port import Address, RequestPort, Speed
+from agenticrun_workers.inference.request_port import Address, RequestPort
 from agenticrun_workers.launch import current_node
 from agenticrun_workers.launch.liveness import POLL_SECONDS
 from agenticrun_workers.models.source import ModelSource
@@ -298,11 +295,11 @@ class EngineActor(Traced):
     async def _watch(self) -> None:
         """Poll the engine until it fails, because one that is frozen fails no request."""
         told = ""
-        pace, meter = Pace(), SpeedMeter()
+        pace = Pace()
         while not self._broken.done():
             await asyncio.sleep(POLL_SECONDS)
             try:
-                await self._measuring(meter, self._engine.check_health())
+                await self._engine.check_health()
                 stats = self._engine.stats()
                 self._port.seats = stats.seats
                 pace.check(stats)
@@ -312,19 +309,6 @@ class EngineActor(Traced):
                 if repr(error) != told:
                     log.exception("the health of %s cannot be checked", self._name)
                 told = repr(error)
-
-    async def _measuring(self, meter: SpeedMeter, answer: Coroutine[Any, Any, None]) -> None:
-        """Wait for an answer. Its speed shows that an engine does nothing long before it fails."""
-        task = asyncio.create_task(answer)
-        try:
-            done: set[asyncio.Task[None]] = set()
-            while not done:
-                done, _ = await asyncio.wait({task}, timeout=POLL_SECONDS)
-                for each in done:
-                    each.result()
-                self._port.speed = meter.measure(self._engine.stats())
-        finally:
-            task.cancel()
 
     def _broadcast_engine(self) -> SupportsBroadcast:
         if not isinstance(self._engine, SupportsBroadcast):
@@ -384,46 +368,6 @@ class Pace:
                 "Xid, a fault of a GPU), says more. If it only is that slow: raise "
                 "spec.roles.inference.cpus or gpus, or take a smaller model"
             )
-
-
-SPEED_POLLS = 3
-"""Number of polls over which speed is measured. A pause of some seconds is not slow."""
-
-
-class SpeedMeter:
-    """Measures how fast an engine is, from the polls between which it had requests.
-
-    Prompts count as work, or an engine that begins many responses would look slow. Too fast rather
-    than too slow: each request may have `STREAM_TOKENS` tokens that a server has not sent yet.
-    """
-
-    def __init__(self) -> None:
-        self._marks: deque[EngineStats] = deque(maxlen=SPEED_POLLS + 1)
-        self._speed: Speed | None = None
-
-    def measure(self, stats: EngineStats) -> Speed | None:
-        """Take the statistics of the next poll. Returns the last speed that is known."""
-        if stats.held or stats.computed_tokens is None:
-            self._marks.clear()
-            return self._speed
-        if self._marks and stats.seat_seconds - self._marks[-1].seat_seconds < POLL_SECONDS / 2:
-            return self._speed
-        self._marks.append(stats)
-        if len(self._marks) > SPEED_POLLS:
-            first = self._marks[0]
-            work = _work(stats) - _work(first) + STREAM_TOKENS * stats.running
-            self._speed = Speed(
-                work / (stats.seat_seconds - first.seat_seconds),
-                work / (stats.busy_seconds - first.busy_seconds),
-            )
-        return self._speed
-
-
-def _work(stats: EngineStats) -> float:
-    """Return what an engine has computed, in sampled tokens."""
-    sampled = stats.generated_tokens
-    prompts = (stats.computed_tokens or 0) + stats.prefilling - sampled
-    return sampled + prompts / PROMPT_TOKENS_PER_SAMPLED
 
 
 class IncomingWeights:

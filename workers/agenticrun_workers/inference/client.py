@@ -1,20 +1,18 @@
 """GenerationClient: sends the requests of many episodes to the engines and returns the responses.
 
 Requests of one tick of the event loop travel in one message (`request_port`). A new session goes to
-that of two random engines which will sooner have sampled what it has to, by the speed at which it
-does. It stays there, because the engine caches its prefix, until the engine is full and another one
-would be sooner, the prefix included. When an engine dies or cannot be reached, its requests go to
-another engine or wait for its replacement. They also leave an engine that is far slower than
-another one (`FAR`), which would hold up the step. An engine sends the tokens of long responses from
-time to time (`Progress`): another one goes on from these. Each token keeps its log-prob and its
-policy version, as it does when new weights come in the middle of a response.
+that of two random engines which has fewer tokens to sample. It stays there, because the engine
+caches its prefix, until the engine is full and another one would be sooner, the prefix included.
+When an engine dies or cannot be reached, its requests go to another engine or wait for its
+replacement. An engine sends the tokens of long responses from time to time (`Progress`): another
+one goes on from these. Each token keeps its log-prob and its policy version, as it does when new
+weights come in the middle of a response.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -22,10 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from agenticrun_workers.inference.engine import (
-    ABORTED_UNSAMPLED,
-    PROMPT_TOKENS_PER_SAMPLED,
-)
+from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED
 from agenticrun_workers.inference.request_port import (
     Abort,
     Address,
@@ -33,7 +28,6 @@ from agenticrun_workers.inference.request_port import (
     EngineLoad,
     Frames,
     Progress,
-    Speed,
     connect,
 )
 from agenticrun_workers.launch import ActorDied, ActorHandle, ActorUnavailable
@@ -44,26 +38,13 @@ log = logging.getLogger(__name__)
 RECONNECT_SECONDS = 0.5
 ADDRESS_SECONDS = 5.0
 """Longest wait for an engine's address. The call gets no answer while the network is lost."""
-FAR = 8.0
-"""How many times as long an engine may take as another one. Pools may have engines of different
-hardware: two or three times as fast is nothing to react to."""
-LONG_SECONDS = 10.0
-"""A response that its engine ends in less time stays."""
-MAX_MOVES = 2
-"""How often a response may leave an engine that lives: each time its prompt is computed again."""
-LOOK_SECONDS = 1.0
-"""Shortest time between two looks at the requests of an engine."""
-TRY_SECONDS = 60.0
-"""Time after which an idle engine that was far slower gets one new session: it may be well again.
+PROMPT_TOKENS_PER_SAMPLED = 32
+"""Prompt tokens that cost an engine about as much as one sampled token.
+
+Prompts are computed at once, and tokens sampled one by one: 20 to 100 times slower on GPUs.
 """
-TRIED_SECONDS = 20.0
-"""Time for that session before it may leave. Until then the speed is measured."""
 MAX_LOST_ENGINES = 3
 """Engines that may die of a request. Otherwise one that crashes them would end all of them."""
-
-
-UNKNOWN_SPEED = Speed(1.0, 1.0)
-"""Of all engines, before that of any is known."""
 
 
 class RequestRefused(Exception):
@@ -87,31 +68,16 @@ class _Waiting:
     """Tokens that lost engines sampled."""
     progress: Generation = ABORTED_UNSAMPLED
     """Tokens that the engine has sampled so far."""
-    moves: int = 0
-    """Number of engines that it has left although they live."""
-
-    @property
-    def request_id(self) -> str:
-        """Its id at the engine. An engine that it has left still answers to the earlier one."""
-        own = self.request.request_id
-        return f"{own}~{self.moves}" if self.moves else own
-
-    @property
-    def left(self) -> int:
-        """The number of tokens that it may still get."""
-        sampled = len(self.begun.tokens_T) + len(self.progress.tokens_T)
-        return self.request.sampling.max_new_tokens - sampled
 
     def for_an_engine(self) -> GenerationRequest:
         """Return the request for the next engine: it goes on from the tokens that have come."""
         self.begun, self.progress = joined(self.begun, self.progress), ABORTED_UNSAMPLED
         sampled = len(self.begun.tokens_T)
-        request, sampling = self.request, self.request.sampling
         if not sampled:
-            return replace(request, request_id=self.request_id) if self.moves else request
+            return self.request
+        request, sampling = self.request, self.request.sampling
         return replace(
             request,
-            request_id=self.request_id,
             prompt_tokens=np.concatenate([request.prompt_tokens, self.begun.tokens_T]),
             sampling=replace(sampling, max_new_tokens=sampling.max_new_tokens - sampled),
             sampled=request.sampled + sampled,
@@ -152,15 +118,6 @@ class _EngineLink:
         self.interrupted: list[_Waiting] = []
         """Requests that were sent on the connection that broke last, until there is another."""
         self.listener: asyncio.Task[None] | None = None
-        self.looked = self.tried = -math.inf
-        """When its requests were looked at last, and when they left it, or it was tried again."""
-
-    def tokens_per_second(self, requests: int) -> float | None:
-        """Return what each of so many further requests would get; None: not known."""
-        load = self.load
-        if load.speed is None:
-            return None
-        return load.speed.with_requests(load.requests + requests, load.seats)
 
     def take(self, waiting: _Waiting) -> None:
         """Put a request into the next message to the engine."""
@@ -190,9 +147,6 @@ class GenerationClient:
         self._sessions: dict[str, str] = {}
         self._unsent: list[_Waiting] = []
         self._flush_planned = False
-        self._usual_speed = UNKNOWN_SPEED
-        self._uneven = False
-        """Some engine is far slower than another one, if both sampled alone."""
 
     def set_engines(
         self,
@@ -237,10 +191,10 @@ class GenerationClient:
         if waiting in self._unsent:
             self._unsent.remove(waiting)
         for link in self._links.values():
-            if link.in_flight.get(waiting.request_id) is waiting:
-                del link.in_flight[waiting.request_id]
+            if link.in_flight.get(waiting.request.request_id) is waiting:
+                del link.in_flight[waiting.request.request_id]
                 if link.frames is not None:
-                    link.frames.write(Abort([waiting.request_id]))
+                    link.frames.write(Abort([waiting.request.request_id]))
 
     def _plan_flush(self) -> None:
         if not self._flush_planned:
@@ -261,136 +215,21 @@ class GenerationClient:
 
     def _choose(self, request: GenerationRequest) -> _EngineLink:
         """Return the engine that holds the prefix, unless another one is worth the loss of it."""
-        links = [link for link in self._links.values() if link.reachable]
-        links = links or list(self._links.values())
+        reachable = [link for link in self._links.values() if link.reachable]
         held = self._links.get(self._sessions.get(request.session, ""))
-        if held is not None and held not in links:
+        if held is not None and not held.reachable and reachable:
             held = None
-        if self._uneven:
-            links = self._not_far_slower(links, new=held is None)
-            if held is not None and held.load.speed is not None and held not in links:
-                left = request.sampling.max_new_tokens
-                speed = held.load.speed.request
-                if self._far_sooner(links, left, len(request.prompt_tokens), speed) is not None:
-                    held = None
         if held is not None and not held.load.full:
             return held
+        links = reachable or list(self._links.values())
         candidates = self._random.sample(links, k=min(2, len(links)))
-        tokens = min(link.load.expected(request) for link in candidates)
-        link = min(candidates, key=lambda candidate: self._seconds(candidate, tokens))
+        link = min(candidates, key=lambda candidate: candidate.load.tokens)
         if held is not None:
             prefix = len(request.prompt_tokens) / PROMPT_TOKENS_PER_SAMPLED
-            if self._seconds(held, tokens) <= self._seconds(link, tokens + prefix):
+            if held.load.tokens <= link.load.tokens + prefix:
                 return held
         self._sessions[request.session] = link.engine_id
         return link
-
-    def _seconds(self, link: _EngineLink, tokens: float) -> float:
-        """Return a measure of when an engine will have sampled what it has to, and so many more."""
-        speed = link.load.speed or self._usual_speed
-        return (link.load.tokens + tokens) / speed.request
-
-    def _not_far_slower(self, links: list[_EngineLink], *, new: bool) -> list[_EngineLink]:
-        """Leave out engines that would be far slower than another one with one request more.
-
-        Args:
-            links: engines.
-            new: it is for a new session, with which an idle engine may be tried again.
-        """
-        now = asyncio.get_running_loop().time()
-        speeds = [link.tokens_per_second(1) for link in links]
-        least = max(speed or 0.0 for speed in speeds) / FAR
-        usual = []
-        for link, speed in zip(links, speeds, strict=True):
-            if speed is None or speed >= least:
-                usual.append(link)
-            elif new and not link.load.requests and now - link.tried > TRY_SECONDS:
-                link.tried = now
-                return [link]
-        return usual
-
-    def _speeds_changed(self) -> None:
-        known = sorted(
-            (link.load.speed for link in self._links.values() if link.load.speed is not None),
-            key=lambda speed: speed.request,
-        )
-        self._usual_speed = known[len(known) // 2] if known else UNKNOWN_SPEED
-        self._uneven = bool(known) and known[0].request * FAR < known[-1].request
-
-    def _leave_if_far_slower(self, link: _EngineLink) -> None:
-        """Let responses go on at other engines if this one would take many times as long."""
-        speed, now = link.load.speed, asyncio.get_running_loop().time()
-        if not self._uneven or speed is None or now - link.looked < LOOK_SECONDS:
-            return
-        if now - link.tried < TRIED_SECONDS:
-            return
-        link.looked = now
-        others = [
-            other
-            for other in self._links.values()
-            if other is not link and other.frames is not None
-        ]
-        moved: list[str] = []
-        for request_id, waiting in list(link.in_flight.items()):
-            if waiting.moves >= MAX_MOVES or waiting.left < 1:
-                continue
-            other = self._far_sooner(
-                others,
-                waiting.left,
-                len(waiting.request.prompt_tokens),
-                speed.request,
-                at_least=LONG_SECONDS,
-            )
-            if other is None:
-                continue
-            del link.in_flight[request_id]
-            moved.append(request_id)
-            waiting.moves += 1
-            self._sessions[waiting.request.session] = other.engine_id
-            other.take(waiting)
-        if moved and link.frames is not None:
-            link.tried = now
-            link.frames.write(Abort(moved))
-            self._plan_flush()
-            log.warning(
-                "engine %s samples %.2f tokens/s for each request, %d times slower than others: %d "
-                "requests go on at other engines",
-                link.engine_id,
-                speed.request,
-                max(other.load.speed.request for other in others if other.load.speed)
-                / speed.request,
-                len(moved),
-            )
-
-    def _far_sooner(
-        self,
-        others: list[_EngineLink],
-        left: int,
-        prompt: int,
-        speed: float,
-        *,
-        at_least: float = 0.0,
-    ) -> _EngineLink | None:
-        """Return the engine that would end a response `FAR` times sooner; None if there is none.
-
-        Args:
-            others: engines. Those of unknown speed do not count.
-            left: tokens that the response may still get. It probably gets as many as others did.
-            prompt: tokens that another engine has to compute first.
-            speed: tokens per second that the response gets where it is.
-            at_least: seconds. A response that needs less where it is stays.
-        """
-        sooner: list[tuple[float, _EngineLink]] = []
-        for other in others:
-            there = other.tokens_per_second(1)
-            if there is None:
-                continue
-            mean = other.load.response
-            tokens = left if mean is None else min(left, max(1.0, mean))
-            seconds = (tokens + prompt / PROMPT_TOKENS_PER_SAMPLED) / there
-            if tokens / speed > max(at_least, FAR * seconds):
-                sooner.append((seconds, other))
-        return min(sooner, key=lambda pair: pair[0])[1] if sooner else None
 
     async def _listen(self, link: _EngineLink) -> None:
         """Keep a connection to a living engine and deliver its answers."""
@@ -429,13 +268,9 @@ class GenerationClient:
         link.outgoing, link.frames = [], frames
         try:
             while True:
-                before = link.load.speed
                 answers, link.load = await frames.read()
-                if link.load.speed != before:
-                    self._speeds_changed()
                 for answer in answers:
                     self._deliver(link, answer)
-                self._leave_if_far_slower(link)
         except (OSError, EOFError):
             pass
         finally:
@@ -446,7 +281,6 @@ class GenerationClient:
     def _drop(self, link: _EngineLink, *, died: bool = True) -> None:
         """Forget an engine that is gone. Fail the requests of which too many engines have died."""
         del self._links[link.engine_id]
-        self._speeds_changed()
         if link.listener is not None and link.listener is not asyncio.current_task():
             link.listener.cancel()
         sent = link.interrupted if link.frames is None else list(link.in_flight.values())

@@ -36,11 +36,6 @@ STREAM_SECONDS = 1.0
 """Time between two events of a server about the tokens of a request."""
 STREAM_TOKENS = 8
 """Smallest number of tokens in such an event."""
-PROMPT_TOKENS_PER_SAMPLED = 32
-"""Prompt tokens that cost an engine about as much as one sampled token.
-
-Prompts are computed at once, and tokens sampled one by one: 20 to 100 times slower on GPUs.
-"""
 
 
 @dataclass(frozen=True, slots=True)

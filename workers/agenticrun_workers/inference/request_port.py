@@ -76,24 +76,6 @@ LAST_RESPONSES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """Tokens per second that an engine was seen to sample, prompts included as a part of one."""
-
-    request: float
-    """For each request."""
-    total: float
-    """For all of them, while there was any."""
-
-    def with_requests(self, requests: int, seats: int) -> float:
-        """Return the tokens per second for each of so many requests, at least.
-
-        More requests than before may share what the engine computes, as on a CPU. Those above
-        `seats` wait.
-        """
-        return min(self.request * min(1.0, seats / requests), self.total / requests)
-
-
-@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """The work of an engine, which its clients get with every answer."""
 
@@ -105,8 +87,6 @@ class EngineLoad:
     """Largest number of requests that the engine computes at once."""
     response: float | None = None
     """Mean tokens of its last responses; None = there is none yet."""
-    speed: Speed | None = None
-    """None: not known yet."""
 
     @property
     def full(self) -> bool:
@@ -225,15 +205,6 @@ class RequestPort:
     def seats(self, seats: int) -> None:
         self.load = replace(self.load, seats=seats)
 
-    @property
-    def speed(self) -> Speed | None:
-        """The engine's speed; None: not known yet."""
-        return self.load.speed
-
-    @speed.setter
-    def speed(self, speed: Speed | None) -> None:
-        self.load = replace(self.load, speed=speed)
-
     async def address(self) -> Address:
         """Return the address. The first call begins to listen."""
         async with self._opening:
@@ -336,7 +307,7 @@ class _Connection:
                 task.add_done_callback(self._ended)
 
     async def tell_progress(self) -> None:
-        """Send the new tokens of long responses from time to time, or only the load."""
+        """Send the new tokens of long responses from time to time."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             for task, told in self._told.items():
@@ -346,8 +317,6 @@ class _Connection:
                     self._told[task] = told + len(sampled.tokens_T)
                     self._send(Progress(request_id.removeprefix(self._id_prefix), told, sampled))
             self._told |= dict.fromkeys(self._in_flight.keys() - self._told.keys(), 0)
-            if self._in_flight and not self._answers:
-                self._flush()
 
     def close(self) -> list[str]:
         """Stop sending answers. Returns the ids of the requests still in flight."""

@@ -18,9 +18,6 @@ slow, not dead. So the rule is:
   while it should compute: not while it is paused, sleeps or loads weights. A prompt that is
   computed at once has more time. A request that a server has lost keeps the run from its next
   step, so sooner or later it is the only one in flight.
-- **An engine that is far slower than another one** is not replaced: it may be slow for a reason, as
-  a full batch on a CPU. Clients see its speed (`SpeedMeter`), give it no new sessions, and let its
-  responses go on elsewhere (`FAR` of `inference.client`).
 - **A process that was given up may go on**, if it was only out of reach. Nobody listens to it: the
   stores refuse its trajectories (`TrajectoryStore.refuse`), its requests are aborted with its
   connections, and no client or sync knows a replaced engine.
