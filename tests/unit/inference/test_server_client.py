@@ -78,6 +78,12 @@ async def http(process: ServerProcess) -> AsyncIterator[ServerClient]:
     await client.close()
 
 
+async def test_the_client_of_a_server_that_is_starting_can_be_closed(tmp_path: Path) -> None:
+    """An engine may be stopped while it starts."""
+    spec = ServerSpec("toy", lambda port: [sys.executable, str(port)], tmp_path, stop_seconds=0)
+    await ServerClient(ServerProcess(spec)).close()
+
+
 async def test_an_answer_is_its_json(http: ServerClient) -> None:
     assert await http.post("/echo", {"a": [1, 2.5, "x"]}) == {"a": [1, 2.5, "x"]}
 

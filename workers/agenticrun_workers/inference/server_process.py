@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NoReturn
@@ -258,8 +259,12 @@ class ServerClient:
 
     def __init__(self, process: ServerProcess) -> None:
         self._process = process
-        self._session = aiohttp.ClientSession(
-            process.url,
+
+    @cached_property
+    def _session(self) -> aiohttp.ClientSession:
+        """The connections, from the first request on: before it starts, a server has no port."""
+        return aiohttp.ClientSession(
+            self._process.url,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None),
         )
@@ -337,7 +342,8 @@ class ServerClient:
         return body
 
     async def close(self) -> None:
-        await self._session.close()
+        if "_session" in vars(self):
+            await self._session.close()
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         async with self._session.get(path) as answer:

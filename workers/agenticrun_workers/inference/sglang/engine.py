@@ -150,22 +150,23 @@ class SglangEngine:
         options = self._options
         self._limits = RequestLimits.of_model(options.folder, options.max_length)
         self._shapes, self._tied = shapes_of_model(options.folder), is_tied(options.folder)
-        self._process = ServerProcess(options.spec())
-        await self._process.start()
-        self._http, log = ServerClient(self._process), self._process.log
+        process = self._process = ServerProcess(options.spec())
+        self._http = ServerClient(process)
         self._server = SglangControl(self._http)
+        await process.start()
         self._refusal = ""
         try:
             with readable_answer():
                 self._load.seats = read_load(await self._http.check(LOADS)).seats
-            await self._check_plugin(log)
+            await self._check_plugin(process.log)
         except EngineStartError:
             await self.stop()
             raise
         except EngineError as error:
             await self.stop()
             raise EngineStartError(
-                f"SGLang started, but cannot serve {options.folder}: see its log {log}. {error}"
+                f"SGLang started, but cannot serve {options.folder}: see its log {process.log}. "
+                f"{error}"
             ) from error
         except BaseException:
             await self.stop()

@@ -126,9 +126,9 @@ class VllmEngine:
         folder = self._server.folder
         self._limits = self._server.limits()
         self._shapes, self._tied = shapes_of_model(folder), is_tied(folder)
-        self._process = ServerProcess(self._server.spec())
-        await self._process.start()
-        self._http, log = ServerClient(self._process), self._process.log
+        process = self._process = ServerProcess(self._server.spec())
+        self._http = ServerClient(process)
+        await process.start()
         try:
             await self._workers("sample_by_request")
             await self._label(self._version)
@@ -136,7 +136,7 @@ class VllmEngine:
         except EngineError as error:
             await self.stop()
             raise EngineStartError(
-                f"vLLM started, but cannot serve {folder}: see its log {log}. {error}"
+                f"vLLM started, but cannot serve {folder}: see its log {process.log}. {error}"
             ) from error
         except BaseException:
             await self.stop()
