@@ -192,15 +192,18 @@ class ServerWorld(World):
         self._struck: dict[Fault, tuple[str, FaultyServer]] = {}
         self._proxies: dict[str, FaultyServer] = {}
         self.exits = AsyncExitStack()
+        self._exits: dict[str, AsyncExitStack] = {}
+        """Of each engine: one that was replaced would end with its process, which here lives on."""
         self._replaced: dict[Fault, tuple[str, float]] = {}
         """The engine that had the fault, and the seconds until there was another."""
         self.tokens = 0
 
     async def engine(self, name: str) -> EngineActor:
-        actor = Actor(name)
-        self.exits.push_async_callback(actor.close)
+        actor, exits = Actor(name), await self.exits.enter_async_context(AsyncExitStack())
+        self._exits[name] = exits
+        exits.push_async_callback(actor.close)
         await actor.start(self._pipeline, self._source, 0, 1)
-        proxy = await self.exits.enter_async_context(FaultyServer(actor.server.url).serve())
+        proxy = await exits.enter_async_context(FaultyServer(actor.server.url).serve())
         await actor.go_through(proxy.url)
         self._proxies[name] = proxy
         return actor
@@ -215,7 +218,7 @@ class ServerWorld(World):
         if self.version % 3 == 1:
             if self.version > 1:
                 self.report(self.version // 3 - 1)
-            await asyncio.sleep(self.rng.uniform(0, 2))
+            await asyncio.sleep(self.rng.uniform(0, 0.3))  # later, the step might be over
             await eventually_in_loop(lambda: len(self.engine_pool.engines) == 2, 60, "two serve")
             name = self.rng.choice(list(self.engine_pool.engines))
             self._proxies[name].fault = fault
@@ -230,6 +233,7 @@ class ServerWorld(World):
                     f"another engine instead of {name}, {fault}",
                 )
                 self._replaced[fault] = name, asyncio.get_running_loop().time() - began
+                await self._exits[name].aclose()
         elif fault not in FOUND:
             proxy = self._struck[fault][1]
             await eventually_in_loop(lambda: bool(proxy.hits), 60, "the slow one is asked")
