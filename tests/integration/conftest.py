@@ -6,22 +6,12 @@ processes; tests/integration/local has those that a user starts.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 
 import pytest
 import ray
 
-from preloaded import preloaded_actors, shared
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Make the processes of `pytest -n 2` forks of one that has imported torch.
-
-    Each would import it twice: for itself and for its actors.
-    """
-    if config.getoption("numprocesses", 0) and not hasattr(config, "workerinput"):
-        config.option.tx = [f"{each}//python={shlex.join(shared())}" for each in config.option.tx]
+from preloaded import preloaded_actors
 
 
 @pytest.fixture(scope="session")

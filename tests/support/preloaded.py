@@ -1,12 +1,9 @@
-"""Processes that have imported torch before they start: forks of one server.
+"""Processes that have imported torch before they start: forks of one server per test process.
 
 Importing torch, transformers and the trainer takes five seconds of a core, and tests start about
 two hundred actors and ranks. `executable()` takes the place of `sys.executable` where a fresh
 interpreter is not what the test is about. The processes are real ones, which can be killed, frozen
 and waited for. Tests of whole commands start everything as a user does.
-
-The processes of `pytest -n 2` are such forks, too, and share the server: see
-tests/integration/conftest.py.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ MODULES = (
     "agenticrun_workers.trainer.reference_and_critic",
     "agenticrun_workers.trainer.strategies",
     "agenticrun_workers.trainer.fsdp2",
-    "agenticrun_workers.trainer.megatron",
+    "agenticrun_workers.trainer.megatron.strategy",
     "agenticrun_workers.trainer.deepspeed.strategy",
 )
 """Modules that actors and ranks import before they do anything."""
@@ -46,19 +43,11 @@ MODULES = (
 
 _HERE = Path(__file__).parent
 _EXECUTABLE = "AGENTICRUN_TEST_PRELOADED"
-SERVER = "AGENTICRUN_TEST_PRELOADED_SERVER"
-"""Variable with the server of the process above."""
 
 
 def executable() -> list[str]:
     """Return a command that runs the Python program after it in a preloaded process."""
     return [sys.executable, "-I", "-S", str(_HERE / "preloaded_client.py"), _server()]
-
-
-def shared() -> list[str]:
-    """As `executable`. Processes that this one starts from now on have no server of their own."""
-    os.environ[SERVER] = _server()
-    return executable()
 
 
 def environment() -> dict[str, str]:
@@ -110,12 +99,7 @@ def _patched_ray(script: str) -> Iterator[None]:
 
 @functools.cache
 def _server() -> str:
-    """Return the path of the server's socket.
-
-    Starts it, if no process above has; then it ends with this one.
-    """
-    if shared := os.environ.get(SERVER):
-        return shared
+    """Start the server, which ends with this process, and return the path of its socket."""
     folder = tempfile.TemporaryDirectory(prefix="arun-preloaded-", dir="/tmp")
     path = Path(folder.name, "socket")
     process = subprocess.Popen(
@@ -135,7 +119,7 @@ def _server() -> str:
 @functools.cache
 def _script() -> str:
     """Return the path of an interpreter that runs Ray's workers as preloaded processes."""
-    path = Path(_server()).with_name(f"python-{os.getpid()}")
+    path = Path(_server()).with_name("python")
     preloaded = shlex.join(executable())
     path.write_text(
         "#!/bin/sh\n"

@@ -18,7 +18,6 @@ import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 
 PR_SET_PDEATHSIG = 1
 
@@ -123,16 +122,13 @@ def _run(connection: socket.socket) -> None:
     sys.argv = words[: int(count)]
     while sys.argv[0] in ("-u", "-B"):  # options of the interpreter
         del sys.argv[0]
-    kind = sys.argv[0] if sys.argv[0] in ("-c", "-m") else None
-    first = "" if kind == "-c" else folder if kind else str(Path(sys.argv[0]).parent)
     own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    module = sys.argv[1] if sys.argv[0] == "-m" else None
+    first = folder if module else str(Path(sys.argv[0]).parent)
     sys.path[:] = list(dict.fromkeys([first, *own, *installed]))
-    if kind == "-c":
-        sys.modules["__main__"] = program = ModuleType("__main__")
-        exec(sys.argv.pop(1), vars(program))
-    elif kind:
+    if module:
         del sys.argv[0]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from preloaded import SERVER, executable
+from preloaded import executable
 
 PROGRAM = """
 import json, os, sys
@@ -111,7 +111,6 @@ with subprocess.Popen([*executable(), {str(program)!r}], stdout=subprocess.PIPE)
     os._exit(0)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment.pop(SERVER, None)  # it starts one of its own
     with subprocess.Popen(
         [sys.executable, "-c", starting], env=environment, stderr=subprocess.PIPE
     ) as owner:
