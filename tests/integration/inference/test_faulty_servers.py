@@ -261,7 +261,7 @@ class ServerWorld(World):
             (message,) = (each for each in self._log.messages if f"{name} died and is rep" in each)
             assert FOUND[fault] in message, (fault, message)
             found = re.sub(r" of http\S+", "", message.splitlines()[0].partition(": ")[2])
-            found = found.partition(": <")[0].partition(": it is stuck")[0]
+            found = re.sub(r": <.*", '")', found.partition(": it is stuck")[0])
             replaced = f"{seconds:.0f} s"
         step, normal = self.seconds[3 * number + 1], self.seconds[3 * number + 3]
         usual = median(self.seconds[::3])
