@@ -78,7 +78,7 @@ def with_prompt(block: str) -> Iterator[str]:
 
 
 NO_SHELL = re.compile(r"[-#]? ?[A-Za-z]+:(\s|$)|sum by |\S+ = ")
-"""How indented blocks of YAML, PromQL and formulas begin."""
+"""Beginnings of indented blocks of YAML, PromQL and formulas."""
 
 
 def is_shell(line: str) -> bool:

@@ -41,7 +41,7 @@ class World(ABC):
         self._groups = pipeline.train_envs.groups
         self._folder = folder
         self.seconds: list[float] = []
-        """Of each step, from the sync to its batch."""
+        """Time of each step, from the sync to its batch."""
         self._trained: list[int] = []
         self._rerolled = 0
         self._actors: list[EngineActor] = []

@@ -55,7 +55,7 @@ STUCK_SECONDS = float(os.environ.get("AGENTICRUN_FROZEN_SECONDS", "40"))
 stuck."""
 BATCH_SECONDS = 400.0
 MAX_TOKENS = 40
-"""Of a response."""
+"""Longest response."""
 REPLACE_SECONDS = 1200.0
 FOUND = {
     Fault.ERRORS: "answered 500",
@@ -193,7 +193,7 @@ class ServerWorld(World):
         self._proxies: dict[str, FaultyServer] = {}
         self.exits = AsyncExitStack()
         self._exits: dict[str, AsyncExitStack] = {}
-        """Of each engine: one that was replaced would end with its process, which here lives on."""
+        """By engine. One that was replaced would end with its process, which here lives on."""
         self._replaced: dict[Fault, tuple[str, float]] = {}
         """The engine that had the fault, and the seconds until there was another."""
         self.tokens = 0

@@ -54,7 +54,7 @@ def adapted(model: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 @functools.cache
 def batches_of(model: Path) -> list[list[Sample]]:
-    """Of each step; the same for all trainings."""
+    """Return the samples of each step; the same for all trainings."""
     plain = adapted(model)
     return [batch(plain, LOSS, seed) for seed in range(2 * STEPS)]
 

@@ -256,7 +256,7 @@ async def test_a_missing_right_is_told_from_a_quota(
     )
 
     def counts() -> bool:
-        """Whether the apiserver, which reads quotas by a watch, has seen this one."""
+        """Return True once the apiserver, which reads quotas by a watch, has seen this one."""
         try:
             place.apply(claim, options=("--dry-run=server",))
         except CommandFailed as refusal:

@@ -54,7 +54,7 @@ class Result:
 
 @functools.cache
 def batches_of(model: Path) -> list[list[Sample]]:
-    """Of each step; the same for all trainings."""
+    """Return the samples of each step; the same for all trainings."""
     plain = load_model(str(model), torch.float64)
     return [batch(plain, LOSS, seed, 11) for seed in range(2 * STEPS)]
 

@@ -47,8 +47,7 @@ PULL_SECONDS = 300.0
 """Further patience with a node that pulls the image: the pod was scheduled to one without it."""
 POLL_SECONDS = 0.5
 _SCRATCH = "/reader-scratch"
-"""Where the pod may write: a copy of what is read, until it is packed. A run may have its output
-below /tmp."""
+"""Folder for a copy of what is read, until it is packed. A run may have its output below /tmp."""
 LIFE_SECONDS = 1200
 """Lifetime of a pod that is not deleted before."""
 

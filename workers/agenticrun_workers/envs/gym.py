@@ -19,7 +19,7 @@ from agenticrun_workers.seeds import VALIDATION_SEEDS
 from agenticrun_workers.types import Stream
 
 Success = Literal["reward", "end"]
-"""An episode is a success if it terminates with a positive last reward, or if it terminates."""
+"""An episode is a success if it terminates: with a positive last reward, or in any way."""
 
 
 def no_fields(_: Any) -> Mapping[str, str]:
