@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agenticrun_workers.inference import request_port
+from agenticrun_workers.inference import EngineStats, request_port
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.inference.pool import _death_of
@@ -32,8 +32,9 @@ POLL_SECONDS = 0.5
 class LongEngine(EngineActor):
     """The embedded engine with the tokens of long responses sent often."""
 
-    async def health(self) -> None:
+    async def health(self) -> EngineStats:
         await asyncio.sleep(POLL_SECONDS)
+        return self._engine.stats()
 
     async def serve(self, folder: Path, version: int, pace: float) -> int:
         """Serve a model with at least `pace` seconds per token. Returns the process id."""
@@ -100,7 +101,7 @@ async def test_a_response_goes_on_from_the_tokens_it_has_when_its_engine_is_lost
     await eventually_in_loop(
         lambda: len(received()) == REQUESTS and min(received()) > 20, 60, "tokens have come"
     )
-    death = asyncio.create_task(_death_of(first))
+    death = asyncio.create_task(_death_of(first, lambda stats: None))
     os.kill(pid, fault)
     had = received()
     await asyncio.wait_for(death, 60)

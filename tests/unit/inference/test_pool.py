@@ -12,6 +12,7 @@ import pytest
 
 from agenticrun_api import Role
 from agenticrun_workers.errors import RolloutFailed
+from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.inference import pool as pool_module
 from agenticrun_workers.inference.pool import MAX_DEATHS, EnginePool
 from agenticrun_workers.launch import ActorDied, liveness
@@ -40,9 +41,10 @@ class Engine:
     async def placement(self) -> Placement:
         return Placement("engine", Role.INFERENCE, self.node, "pod", 1)
 
-    async def health(self) -> None:
+    async def health(self) -> EngineStats:
         await asyncio.sleep(0.01)
         await self._answer()
+        return EngineStats(0, 0, 0, 0, 0, 0.0)
 
     async def sleep(self) -> None:
         await self._answer()

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 import numpy as np
 import pytest
 
-from agenticrun_workers.inference import EngineError
+from agenticrun_workers.inference import EngineError, EngineStats
 from agenticrun_workers.inference import actor as actor_module
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.request_port import (
@@ -72,6 +72,9 @@ class Engine:
         for request_id in list(self.in_flight) if request_ids is None else request_ids:
             if request_id in self.in_flight:
                 self.in_flight[request_id].set()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, len(self.in_flight), 0, 0, 0, 0.0)
 
     async def sleep(self) -> None: ...
 

@@ -157,7 +157,7 @@ class RunActors:
     def sizes(self) -> Metrics:
         """Return the numbers of engines and env workers at work, as metrics."""
         return {
-            "system/engines": float(len(self.engines.engines)),
+            "system/engines": float(len(self.engines.serving)),
             "system/env_workers": float(len(self.envs.workers)),
         }
 

@@ -29,7 +29,7 @@ class EngineTime:
         weights       no request in computation during a weight sync
         gate          no episode in flight: the trainers compute, or the staleness gate is closed
         env           episodes in flight, and no request: environments, agents or judges are at it
-        lost          no engine: it died or did not answer, or its replacement was starting
+        lost          no engine: it died, did not answer or was too slow, or one was starting
 
     The whole is the seats of as many engines as are wanted, there or not. An engine counts between
     two readings that it answered, and a new one for as long as it computed.

@@ -98,7 +98,7 @@ class EngineActor(Traced):
         if hasattr(self, "_engine"):
             await self._engine.stop()
 
-    async def health(self) -> None:
+    async def health(self) -> EngineStats:
         """Return after some seconds: a poll that fails at once when this process dies.
 
         Raises:
@@ -107,6 +107,7 @@ class EngineActor(Traced):
         await asyncio.wait({self._broken}, timeout=POLL_SECONDS)
         if self._broken.done():
             self._broken.result()
+        return self._engine.stats()
 
     async def use_gpus(self, gpus: tuple[str, ...]) -> None:
         """Compute on exactly these GPUs, which Ray has assigned to a trainer's ranks.

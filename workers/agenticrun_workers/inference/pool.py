@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.inference.engine import EngineStats
+from agenticrun_workers.inference.slow_engines import SlowEngines
 from agenticrun_workers.launch import ActorDied, ActorHandle
 from agenticrun_workers.placement import Placement, in_leaving_order
 from agenticrun_workers.weights.sync import Receiver, SyncReport, WeightSync
@@ -74,13 +75,14 @@ class EnginePool:
     """Engines with the current weights.
 
     An engine that dies is replaced. One that joins, as a replacement or after `resize`, gets the
-    weights before it serves.
+    weights before it serves. One that is far slower than the others serves nobody for a time
+    (`SlowEngines`), but gets the weights.
 
     Args:
         spawn: places an engine actor, which may take any time. Arguments: its id and the number
             of its slot. A replacement gets the slot of the engine that it replaces.
         count: number of engines.
-        on_change: called with the engines by id whenever they change.
+        on_change: called with the engines that serve, by id, whenever they change.
         start: starts the engine of an actor on its devices, with the model's first weights.
             Arguments: the actor and the number of its slot. By default the actor has its engine.
     """
@@ -113,11 +115,13 @@ class EnginePool:
         self._asked: dict[str, asyncio.Task[EngineStats]] = {}
         """Requests for statistics without an answer, by engine."""
         self._receivers: dict[str, Receiver[EngineActor]] = {}
-        self._keepers: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._shrinking: asyncio.Task[None] | None = None
+        self._slow = SlowEngines()
         self.engines: dict[str, ActorHandle[EngineActor]] = {}
+        """Engines that are alive and have the weights."""
         self.retired: set[str] = set()
-        """Engines that have left alive, because fewer are wanted."""
+        """Engines that stopped serving alive: fewer are wanted, or they are too slow."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when the engines cannot be kept alive."""
 
@@ -125,6 +129,13 @@ class EnginePool:
     def count(self) -> int:
         """Number of engines that are wanted."""
         return self._count
+
+    @property
+    def serving(self) -> dict[str, ActorHandle[EngineActor]]:
+        """Engines that get requests, by id: all, if only slow ones are left."""
+        ejected = self._slow.ejected
+        fast = {name: engine for name, engine in self.engines.items() if name not in ejected}
+        return fast or dict(self.engines)
 
     @property
     def joining(self) -> int:
@@ -152,7 +163,7 @@ class EnginePool:
             slot = self._new_slot()
             self._keep(slot, partial(self._serve, slot))
         if self.leaving and (self._shrinking is None or self._shrinking.done()):
-            self._shrinking = asyncio.create_task(self._or_fail(self._shrink), name="shrink")
+            self._shrinking = self._in_background(self._shrink, "shrink")
 
     async def sleep(self) -> None:
         """Make all engines leave their devices to the trainers.
@@ -198,20 +209,20 @@ class EnginePool:
             for slot in self._slots:
                 if slot.engine_id in report.failed:
                     self._forget(slot)
-            await self._on_change(dict(self.engines))
+            await self._tell()
         if len(report.failed) < len(receivers):
             self._deaths = 0
         return report
 
     async def stats(self) -> dict[str, EngineStats]:
-        """Return the statistics of each engine that answers in `STATS_SECONDS`, by its id.
+        """Return the statistics of each serving engine that answers in `STATS_SECONDS`, by its id.
 
         One that has not answered is asked again, and waited for, when it has. So a frozen engine
         costs that time once until it is killed.
         """
         asked = {
             name: asyncio.create_task(_stats_of(engine), name=f"stats-{name}")
-            for name, engine in self.engines.items()
+            for name, engine in self.serving.items()
             if name not in self._asked
         }
         if not asked:
@@ -234,11 +245,17 @@ class EnginePool:
     async def stop(self) -> None:
         """Stop watching the engines. Their actors end with the Ray session."""
         self.failure.cancel()
-        shrinking = [self._shrinking] if self._shrinking else []
-        tasks: list[asyncio.Task[Any]] = [*self._keepers, *shrinking, *self._asked.values()]
+        tasks: list[asyncio.Task[Any]] = [*self._tasks, *self._asked.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tell(self) -> None:
+        """Tell which engines serve."""
+        serving = self.serving
+        self.retired -= serving.keys()
+        self.retired |= self.engines.keys() - serving.keys()
+        await self._on_change(serving)
 
     async def _call_all(
         self, name: str, method: Callable[[EngineActor], Coroutine[Any, Any, None]]
@@ -262,9 +279,16 @@ class EnginePool:
 
     def _keep(self, slot: _Slot, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `work` for a slot in the background, until the slot is given up."""
-        slot.keeper = asyncio.create_task(self._or_fail(work), name=f"keep-{slot.number}")
-        self._keepers.add(slot.keeper)
-        slot.keeper.add_done_callback(self._keepers.discard)
+        slot.keeper = self._in_background(work, f"keep-{slot.number}")
+
+    def _in_background(
+        self, work: Callable[[], Coroutine[Any, Any, None]], name: str
+    ) -> asyncio.Task[None]:
+        """Run `work` until `stop`. An error in it ends the attempt."""
+        task = asyncio.create_task(self._or_fail(work), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _or_fail(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `work`. An error in it ends the attempt."""
@@ -290,7 +314,7 @@ class EnginePool:
         self.engines[engine_id] = handle
         slot.engine_id = engine_id
         self._keep(slot, partial(self._watch, slot, engine_id, death))
-        await self._on_change(dict(self.engines))
+        await self._tell()
 
     @asynccontextmanager
     async def _uses_devices(self) -> AsyncIterator[None]:
@@ -311,7 +335,9 @@ class EnginePool:
     ) -> asyncio.Task[Exception]:
         """Give a new engine the weights. Return the task that polls it."""
         # Polled from here on, so that a frozen engine fails the calls below, too.
-        death = asyncio.create_task(_death_of(handle), name=f"poll-{engine_id}")
+        death = asyncio.create_task(
+            _death_of(handle, partial(self._polled, engine_id)), name=f"poll-{engine_id}"
+        )
         try:
             placement = await handle.call(lambda engine: engine.placement())
             receiver = Receiver(handle, placement.node_id)
@@ -324,6 +350,12 @@ class EnginePool:
             raise
         return death
 
+    def _polled(self, engine_id: str, stats: EngineStats) -> None:
+        """Eject the engine if it is slow. It may not serve yet."""
+        if engine_id in self.engines and (said := self._slow.poll(engine_id, stats)):
+            log.warning("%s", said)
+            self._in_background(self._tell, f"tell-{engine_id}")
+
     async def _watch(self, slot: _Slot, engine_id: str, death: asyncio.Task[Exception]) -> None:
         """Replace an engine when it dies.
 
@@ -335,7 +367,7 @@ class EnginePool:
         finally:
             death.cancel()
         self._forget(slot)
-        await self._on_change(dict(self.engines))
+        await self._tell()
         self._count_death(engine_id, death.result())
         await self._serve(slot)
 
@@ -343,6 +375,7 @@ class EnginePool:
         """Take the engine of a slot out of use, if the slot has one."""
         if slot.engine_id:
             del self.engines[slot.engine_id], self._receivers[slot.engine_id]
+            self._slow.forget(slot.engine_id)
             slot.engine_id = ""
 
     async def _serve(self, slot: _Slot) -> None:
@@ -379,9 +412,10 @@ class EnginePool:
                 handles = [self.engines.pop(engine_id) for engine_id in left]
                 for engine_id in left:
                     del self._receivers[engine_id]
+                    self._slow.forget(engine_id)
             self.retired.update(left)
             log.info("engines leave, %d stay: %s", self._count, ", ".join(left) or "none served")
-            await self._on_change(dict(self.engines))
+            await self._tell()
             for handle in handles:
                 handle.kill()
 
@@ -397,11 +431,13 @@ async def _stats_of(engine: ActorHandle[EngineActor]) -> EngineStats:
     return await engine.call(lambda actor: actor.stats())
 
 
-async def _death_of(engine: ActorHandle[EngineActor]) -> Exception:
+async def _death_of(
+    engine: ActorHandle[EngineActor], polled: Callable[[EngineStats], None]
+) -> Exception:
     """Poll an engine until it dies, freezes or serves no more. Kill it, and return the error."""
     try:
         while True:
-            await engine.poll(lambda actor: actor.health())
+            polled(await engine.poll(lambda actor: actor.health()))
     except Exception as error:
         engine.kill()
         return error

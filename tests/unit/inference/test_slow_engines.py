@@ -1,0 +1,292 @@
+"""An engine that is far slower than the others gets no requests for a time; no other is touched.
+
+In virtual time: the real pool, clients, connections and actors, on simulated engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agenticrun_api import Role
+from agenticrun_workers.inference.actor import EngineActor
+from agenticrun_workers.inference.client import GenerationClient
+from agenticrun_workers.inference.engine import EngineStats, LoadMeter, SampledTokens
+from agenticrun_workers.inference.pool import EnginePool
+from agenticrun_workers.inference.slow_engines import (
+    FIRST_EJECTION_POLLS,
+    MAX_EJECTION_POLLS,
+    WINDOW_POLLS,
+    SlowEngines,
+)
+from agenticrun_workers.launch import Node
+from agenticrun_workers.launch.launcher import shared_node
+from agenticrun_workers.launch.liveness import POLL_SECONDS
+from agenticrun_workers.placement import Placement
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from rollout_fakes import Remote
+from virtual_clock import on_virtual_clock
+
+TICK = 0.5
+
+
+@dataclass
+class Rate:
+    """Tokens per second of an engine: for each request alone, and for all together."""
+
+    request: float
+    total: float = 1e9
+
+    def each(self, requests: int) -> float:
+        return min(self.request, self.total / requests)
+
+
+class Engine:
+    """Samples with a rate that changes with time. Each token is its number in the response."""
+
+    def __init__(self, rate: Callable[[float], Rate]) -> None:
+        self._rate = rate
+        self._in_flight: dict[str, SampledTokens] = {}
+        self._aborted: set[str] = set()
+        self._generated = self._seat_seconds = self._busy_seconds = 0.0
+        self.asked: list[float] = []
+        """When each request came."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """See `InferenceEngine`."""
+        loop = asyncio.get_running_loop()
+        self.asked.append(loop.time())
+        sampled = self._in_flight[request.request_id] = SampledTokens()
+        done = 0.0
+        while len(sampled) < request.sampling.max_new_tokens:
+            await asyncio.sleep(TICK)
+            if request.request_id in self._aborted:
+                break
+            requests = len(self._in_flight)
+            new = TICK * self._rate(loop.time()).each(requests)
+            done += new
+            self._generated += new
+            self._seat_seconds += TICK
+            self._busy_seconds += TICK / requests
+            for _ in range(min(int(done), request.sampling.max_new_tokens) - len(sampled)):
+                sampled.append(request.sampled + len(sampled), -1.0, 0)
+        del self._in_flight[request.request_id]
+        aborted = request.request_id in self._aborted
+        return sampled.response(FinishReason.ABORT if aborted else FinishReason.LENGTH)
+
+    def progress(self, request_id: str, start: int) -> Generation | None:
+        """See `ReportsProgress`."""
+        sampled = self._in_flight.get(request_id)
+        return None if sampled is None else sampled.since(start)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """See `InferenceEngine`."""
+        self._aborted |= self._in_flight.keys() & set(request_ids)
+
+    def stats(self) -> EngineStats:
+        """See `InferenceEngine`."""
+        return EngineStats(
+            0,
+            len(self._in_flight),
+            0,
+            int(self._generated),
+            0,
+            self._busy_seconds,
+            seats=64,
+            seat_seconds=self._seat_seconds,
+        )
+
+
+class Actor(EngineActor):
+    """An actor that has its engine from the beginning."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        super().__init__(name)
+        self._engine = engine  # type: ignore[assignment]
+        self._port.seats = 64
+
+    async def placement(self) -> Placement:
+        return Placement(self._name, Role.INFERENCE, "node", "pod", 1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of one simulation."""
+
+    longest: float
+    """Seconds of the slowest response."""
+    asked: list[list[float]]
+    """When requests came to each engine."""
+    moves: int
+
+
+def play(
+    rates: Sequence[Callable[[float], Rate]],
+    *,
+    sessions: int = 12,
+    turns: int = 6,
+    tokens: int = 400,
+) -> Outcome:
+    """Play so many sessions at once, turn by turn, and check each response."""
+
+    async def episode(client: GenerationClient, number: int) -> float:
+        longest, loop = 0.0, asyncio.get_running_loop()
+        for turn in range(turns):
+            began = loop.time()
+            sampling = SamplingParams(tokens - 10 * (number % 5))
+            name = f"{number}.{turn}"
+            response = await client.generate(
+                GenerationRequest(name, name, np.ones(200, np.int32), sampling)
+            )
+            np.testing.assert_array_equal(response.tokens_T, np.arange(sampling.max_new_tokens))
+            longest = max(longest, loop.time() - began)
+            client.end_session(name)
+        return longest
+
+    async def everything() -> Outcome:
+        shared_node.set(Node("here", "127.0.0.1"))
+        engines = [Engine(rate) for rate in rates]
+        actors: list[Actor] = []
+        client = GenerationClient("c")
+
+        async def spawn(name: str, slot: int) -> Any:
+            actors.append(Actor(name, engines[slot]))
+            return Remote(actors[-1])
+
+        async def changed(serving: dict[str, Any]) -> None:
+            client.set_engines(serving, pool.retired)
+
+        pool = EnginePool(spawn, len(engines), changed)
+        await pool.start()
+        longest = await asyncio.gather(*(episode(client, number) for number in range(sessions)))
+        await pool.stop()
+        client.set_engines({})
+        for actor in actors:
+            await actor._port.close()
+        moves = sum(len(engine.asked) for engine in engines) - sessions * turns
+        return Outcome(max(longest), [engine.asked for engine in engines], moves)
+
+    return on_virtual_clock(everything())
+
+
+def steady(rate: Rate) -> Callable[[float], Rate]:
+    return lambda seconds: rate
+
+
+FAST = Rate(20)
+WINDOW_SECONDS = WINDOW_POLLS * POLL_SECONDS
+
+
+@pytest.mark.parametrize("slow", [Rate(1), Rate(0)], ids=["a token per second", "nothing"])
+def test_responses_leave_an_engine_that_becomes_slow(slow: Rate) -> None:
+    """Without that, the longest takes six minutes, or forever."""
+    found = play([lambda now: slow if now > 30 else FAST, steady(FAST), steady(FAST)])
+    assert found.longest < 20 + WINDOW_SECONDS + 2 * POLL_SECONDS
+    assert 1 <= found.moves <= 12
+
+
+def test_an_engine_that_is_well_again_gets_requests_again() -> None:
+    found = play([lambda now: Rate(1) if 30 < now < 80 else FAST, steady(FAST)], turns=30)
+    out = [now for now in found.asked[0] if now > 80]
+    assert out
+    assert found.longest < 20 + WINDOW_SECONDS + 2 * POLL_SECONDS
+
+
+def test_an_engine_that_stays_slow_is_tried_less_and_less_often() -> None:
+    found = play([steady(Rate(1)), steady(FAST), steady(FAST)], turns=100)
+    times = found.asked[0]
+    tries = [now for before, now in zip([-1e9, *times], times, strict=False) if now - before > 55]
+    pauses = np.diff(tries)
+    assert len(tries) >= 4
+    assert np.all(pauses[1:] > 1.4 * pauses[:-1])
+
+
+@pytest.mark.parametrize("total", [1e9, 60.0], ids=["each alone", "a CPU"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_engines_of_different_speed_share_the_work_and_nothing_moves(
+    times: int, total: float
+) -> None:
+    found = play([steady(Rate(10, total)), steady(Rate(10 * times, times * total))], sessions=16)
+    assert found.moves == 0
+
+
+Work = tuple[float, int, int]
+"""Tokens that all requests of an engine get per second, prompt tokens, and requests."""
+
+
+def judge(works: Sequence[Work], polls: int = WINDOW_POLLS + 1) -> set[str]:
+    """Return the numbers of the engines that are ejected after so many polls of such work."""
+    slow = SlowEngines()
+    for poll in range(polls + 1):
+        for number, (tokens, prompts, requests) in enumerate(works):
+            seconds = poll * POLL_SECONDS
+            slow.poll(
+                str(number),
+                EngineStats(
+                    0,
+                    requests,
+                    0,
+                    int(tokens * seconds),
+                    int(prompts * seconds),
+                    seconds * (requests > 0),
+                    seat_seconds=requests * seconds,
+                ),
+            )
+    return slow.ejected
+
+
+@pytest.mark.parametrize(
+    ("works", "ejected"),
+    [
+        pytest.param([(8, 0, 8), (800, 0, 8)], {"0"}, id="slow for each, and in all"),
+        pytest.param([(800, 0, 256), (30, 0, 1)], set(), id="a full batch beside one request"),
+        pytest.param([(30, 0, 1), (800, 0, 256)], set(), id="one request beside a full batch"),
+        pytest.param([(0, 3200, 1), (100, 0, 1)], set(), id="long prompts beside responses"),
+        pytest.param([(110, 0, 8), (800, 0, 8)], set(), id="seven times slower"),
+        pytest.param([(8, 0, 8)], set(), id="the only engine"),
+        pytest.param([(8, 0, 8), (0, 0, 0)], set(), id="the only one with requests"),
+        pytest.param([(8, 0, 8), (8, 0, 8), (800, 0, 8)], {"0"}, id="half of three is one"),
+    ],
+)
+def test_who_is_slow(works: Sequence[Work], ejected: set[str]) -> None:
+    assert judge(works) == ejected
+    assert judge(works, polls=WINDOW_POLLS - 1) == set()
+
+
+def test_a_time_without_requests_or_a_few_polls_are_no_verdict() -> None:
+    slow = SlowEngines()
+    meter = LoadMeter(8)
+    idle = EngineStats(0, 0, 0, 0, 0, meter.busy_seconds, seat_seconds=meter.seat_seconds)
+    for _ in range(100):
+        assert [slow.poll(name, idle) for name in "ab"] == ["", ""]
+    assert not slow.ejected
+
+
+def test_ejections_grow_longer_and_end() -> None:
+    slow = SlowEngines()
+    lasted: list[int] = []
+    now = 0.0
+
+    def poll(name: str, rate: float) -> str:
+        stats = EngineStats(0, 1, 0, int(rate * now), 0, now, seat_seconds=now)
+        return slow.poll(name, stats)
+
+    while len(lasted) < 7:
+        now += POLL_SECONDS
+        poll("fast", 100)
+        if "for" in (said := poll("slow", 1)):
+            ejected = now
+            assert said.startswith(
+                "slow samples 1 tokens/s for each request, and others 100: its 1"
+            )
+        elif said:
+            assert said == "slow gets requests again"
+            lasted.append(round((now - ejected) / POLL_SECONDS))
+    assert lasted == [min(FIRST_EJECTION_POLLS * 2**n, MAX_EJECTION_POLLS) for n in range(7)]
+    slow.forget("slow")
+    assert not slow.ejected
