@@ -37,7 +37,7 @@ import random
 import signal
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -103,17 +103,24 @@ RUN: dict[str, Any] = {
 
 
 class WatchedLauncher(RayLauncher):
-    """Keeps the handles of all actors, by the name of their class and in the order of starting."""
+    """Keeps the handles of the first and the newest actor of each class, by its name.
+
+    Handles of those between would keep memory of the driver in use.
+    """
 
     def __init__(self) -> None:
-        self.started: dict[str, list[ActorHandle[Any]]] = defaultdict(list)
+        self.first: dict[str, ActorHandle[Any]] = {}
+        self.newest: dict[str, ActorHandle[Any]] = {}
+        self.started: Counter[str] = Counter()
 
     def start(
         self, options: ActorOptions, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs
     ) -> ActorHandle[A]:
         """See `Launcher`."""
         handle = super().start(options, cls, *args, **kwargs)
-        self.started[cls.__name__].append(handle)
+        self.first.setdefault(cls.__name__, handle)
+        self.newest[cls.__name__] = handle
+        self.started[cls.__name__] += 1
         return handle
 
 
@@ -123,7 +130,7 @@ def pid_and_tasks(_: object) -> tuple[int, int]:
     Runs in an actor, on its event loop if it has one.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    ctypes.pythonapi.malloc_trim(0)  # CDLL(None) would make a class, which stays
     try:
         return os.getpid(), len(asyncio.all_tasks())
     except RuntimeError:
@@ -177,7 +184,7 @@ class Soak:
 
     async def _sample(self) -> None:
         now = round(self.seconds, 1)
-        oldest = {name: handles[0] for name, handles in self._launcher.started.items() if handles}
+        oldest = dict(self._launcher.first)
         answers = await asyncio.gather(*map(ask, oldest.values()))
         found = {"driver": pid_and_tasks(None)}
         found |= {
@@ -196,17 +203,13 @@ class Soak:
             await asyncio.sleep(self._rng.expovariate(1 / FAULT_SECONDS))
             name = self._rng.choice(STRUCK)
             fault = self._rng.choice((signal.SIGKILL, signal.SIGSTOP))
-            handles = self._launcher.started[name]
-            for victim in reversed(handles[1:]):
-                if (answer := await ask(victim)) is not None:
-                    break
-            else:
+            started = self._launcher.started[name]
+            if started < 2 or (answer := await ask(self._launcher.newest[name])) is None:
                 continue
-            started = len(handles)
             with suppress(ProcessLookupError):
                 os.kill(answer[0], fault)
             self.faults.append((round(self.seconds, 1), name, fault.name))
-            while len(handles) == started:
+            while self._launcher.started[name] == started:
                 await asyncio.sleep(0.5)
 
 
@@ -292,7 +295,7 @@ def main() -> None:
         "slowest_step_seconds": max(gaps),
         "median_step_seconds": float(np.median(gaps)),
         "faults": float(len(soak.faults)),
-        "replaced": float(sum(len(launcher.started[name]) - 2 for name in STRUCK)),
+        "replaced": float(sum(launcher.started[name] - 2 for name in STRUCK)),
         "left_processes": float(len(set(psutil.Process().children(recursive=True)) - others)),
         "left_in_memory": float(len(list(Path("/dev/shm").glob(f"agenticrun-{NAME}-*")))),
     }

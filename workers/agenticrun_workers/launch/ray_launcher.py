@@ -6,6 +6,7 @@ Exceptions of Ray become those of `handle`, so that no other module knows how a 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Generator
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -37,7 +38,7 @@ class RayLauncher:
         self, options: ActorOptions, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs
     ) -> ActorHandle[A]:
         """See `Launcher`."""
-        remote: Any = ray.remote(cls)
+        remote = _remote_class(cls)
         return RayHandle(remote.options(**ray_options(options)).remote(*args, **kwargs))
 
     def put(self, value: T) -> Result[T]:
@@ -49,6 +50,17 @@ class RayLauncher:
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         resources = {node["NodeID"]: node.get("Resources", {}) for node in nodes}
         return [name for name, amount in resources.get(node_id, {}).items() if amount]
+
+
+@cache
+def _remote_class(cls: Callable[..., Any]) -> Any:
+    """Return the actor class of Ray for a class.
+
+    One for all actors of the class: every process that holds a handle keeps the class of its actor
+    forever, so one for each actor would be a leak.
+    """
+    remote: Any = ray.remote(cls)
+    return remote
 
 
 def ray_options(options: ActorOptions) -> dict[str, Any]:
