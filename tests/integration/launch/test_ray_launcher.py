@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import ray
+from ray.actor import _ActorClassMethodMetadata
 
-from agenticrun_workers.launch import ActorDied, ActorHandle, Launcher
+from agenticrun_workers.launch import ActorDied, ActorHandle, ActorOptions, Launcher
 from agenticrun_workers.launch.ray_launcher import RayLauncher
 from launcher_conformance import Counter, Keeper, LauncherConformance
 
@@ -19,6 +20,16 @@ def launcher() -> Launcher:
 
 class TestRayLauncher(LauncherConformance):
     """See `LauncherConformance`."""
+
+    async def test_actors_of_a_class_share_what_ray_keeps_of_it_forever(
+        self, launcher: Launcher, counter: ActorHandle[Counter]
+    ) -> None:
+        """Else each replaced engine would be a leak of every process that had its handle."""
+        kept = len(_ActorClassMethodMetadata._cache)
+        another = launcher.start(ActorOptions(), Counter, 0)
+        assert await another.call(lambda actor: actor.add(1)) == 1
+        assert len(_ActorClassMethodMetadata._cache) == kept
+        another.kill()
 
     async def test_no_call_after_the_kill_is_answered_although_ray_takes_its_time(
         self,
