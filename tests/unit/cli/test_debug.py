@@ -155,7 +155,7 @@ def test_every_call_of_the_episode_is_told_and_what_is_trained() -> None:
 def test_the_end_of_the_input_ends_the_episode_and_unknown_words_are_asked_again() -> None:
     code, output = debug("--policy", "human", typed="nowhere\n")
     assert code == 0
-    assert "the tokenizer cannot encode this" in output
+    assert "use only texts of the environment's vocabulary()" in output
     assert "stop reason  aborted" in output
     assert "an episode that ends with aborted is not trained on" in output
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -101,37 +104,67 @@ def test_nothing_refers_to_the_template(made: Path) -> None:
     ]
 
 
-def test_it_refuses_a_highest_that_leaves_validation_without_a_level(
+def test_it_refuses_a_size_that_leaves_validation_without_a_level(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(TEMPLATE)
-    for highest in (1, 3):
-        with pytest.raises(EnvConfigError, match="highest must be at least 4"):
-            make_env("treasure:Treasure", {"highest": highest})
-    check_env("treasure:Treasure", {"highest": 4}, seeds=10).assert_ok(warnings=False)
+    for size in (0, 1):
+        with pytest.raises(EnvConfigError, match="size must be at least 2"):
+            make_env("treasure:Treasure", {"size": size})
+    check_env("treasure:Treasure", {"size": 2}, seeds=10).assert_ok(warnings=False)
 
 
-@pytest.mark.parametrize("page", ["template", "environments.md"])
-def test_training_teaches_every_answer_that_validation_needs(
-    page: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def game(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The environment of the template, as its run configures it."""
+    monkeypatch.syspath_prepend(TEMPLATE)
+    (spec,) = load_run(TEMPLATE / "agenticrun.yaml").spec.pipeline.envs
+    return make_env(spec.type, spec.config)
+
+
+def success(game: Any, split: str, player: Callable[[str], str]) -> float:
+    """Return the share of 200 episodes that a player of observations wins within the turn limit."""
+    (spec,) = load_run(TEMPLATE / "agenticrun.yaml").spec.pipeline.envs
+    won = 0.0
+    for seed in range(200):
+        observation = game.reset(seed, split)
+        for _ in range(spec.max_steps):
+            result = game.step(player(observation))
+            observation = result.observation
+            if result.terminated:
+                break
+        won += result.metrics["success"]
+    return won / 200
+
+
+def test_the_learning_of_its_run_can_be_seen(game: Any) -> None:
+    """Random moves seldom win, and a player who reads the observation always does."""
+    draw = random.Random(0)
+    assert success(game, "validation", lambda _: draw.choice(game.valid_actions())) < 0.2
+    for split in ("train", "validation"):
+        assert success(game, split, lambda observation: observation.split()[-1]) == 1.0
+
+
+def test_training_teaches_every_word_that_validation_needs(game: Any) -> None:
     """A policy learns not to give answers that only validation rewards: success stays 0 there."""
-    if page == "template":
-        monkeypatch.syspath_prepend(TEMPLATE)
-        env: Any = make_env("treasure:Treasure", {"highest": 15})
-        secret = "treasure"
-    else:
-        (code, *_) = blocks(ROOT / "docs" / page, "python")
-        namespace: dict[str, Any] = {}
-        exec(compile(code, "guess.py", "exec"), namespace)
-        env, secret = namespace["Guess"](15), "secret"
-    asked: dict[str, set[int]] = {"train": set(), "validation": set()}
-    for split, numbers in asked.items():
-        for seed in range(300):
-            env.reset(seed, split)
-            numbers.add(getattr(env, secret))
-    assert asked["validation"] <= asked["train"]
-    assert len(asked["train"]) >= 15
+    levels, others = (
+        {game.reset(seed, split) for seed in range(200)} for split in ("train", "validation")
+    )
+    assert not levels & others
+    assert {word for level in others for word in level.split()} <= {
+        word for level in levels for word in level.split()
+    }
+
+
+def test_the_page_about_environments_shows_the_same_game(game: Any) -> None:
+    code, *_ = blocks(ROOT / "docs/environments.md", "python")
+    namespace: dict[str, Any] = {}
+    exec(compile(code, "treasure.py", "exec"), namespace)
+    shown = namespace["Treasure"]()
+    for seed, split in product(range(20), ("train", "validation")):
+        assert shown.reset(seed, split) == game.reset(seed, split)
+        for action in ["north", "east", "", "south", "south", "west", "west"]:
+            assert shown.step(action) == game.step(action)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def test_the_environment_passes_the_check_that_the_page_shows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environment, its_test = python("environments")
-    module(monkeypatch, "guess", environment)
-    module(monkeypatch, "test_guess", its_test).test_guess()
+    module(monkeypatch, "treasure", environment)
+    module(monkeypatch, "test_treasure", its_test).test_treasure()
 
 
 def test_the_environment_about_a_data_set_shows_its_item(monkeypatch: pytest.MonkeyPatch) -> None:

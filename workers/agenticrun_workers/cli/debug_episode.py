@@ -208,7 +208,11 @@ def _human(env: Any, chat: ChatFormat, console: Console) -> Generate:
             except EOFError:
                 return _generation(np.zeros(0, np.int32), FinishReason.ABORT)
             except Exception as error:  # tokenizers raises plain Exception
-                console.print(f"the tokenizer cannot encode this: {error}", markup=False)
+                console.print(
+                    f"the tokenizer cannot encode this: use only texts of the environment's "
+                    f"vocabulary() ({error})",
+                    markup=False,
+                )
                 continue
             limit = request.sampling.max_new_tokens
             return _generation(
