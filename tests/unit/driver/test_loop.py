@@ -72,6 +72,7 @@ class Run:
     """A loop on fakes. `events` is what happened, in order."""
 
     count = 1
+    ejected_seconds = 0.0
     """Number of engines."""
 
     def __init__(

@@ -241,7 +241,7 @@ def test_the_use_of_the_caches_is_the_mean_of_the_step_s_polls() -> None:
 
 async def test_the_time_of_idle_engines_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines for ten seconds: 2 of a sync, 3 without an episode, 5 with."""
-    now = without = 0.0
+    now = without = ejected = 0.0
     stats: dict[str, EngineStats] = {
         "engine-0": engine_stats(0, 0.0, seats=3),
         "engine-1": engine_stats(0, 0.0, seats=1),
@@ -251,7 +251,7 @@ async def test_the_time_of_idle_engines_is_explained(monkeypatch: pytest.MonkeyP
         return dict(stats)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: without, lambda: 2)
+    measured = EngineTime(read, lambda: without, lambda: 2, lambda: ejected)
     async with measured.syncing():
         now = without = 2.0  # nothing is in flight during the sync
     now, without = 10.0, 5.0
@@ -266,9 +266,10 @@ async def test_the_time_of_idle_engines_is_explained(monkeypatch: pytest.MonkeyP
         "rollout/idle/lost": 0.0,
     }
     assert sum(shares.values()) + found["rollout/utilization"] == pytest.approx(1)
-    now = 20.0
+    now, ejected = 20.0, 5.0
     found = await measured.metrics()
-    assert found["rollout/idle/env"] == pytest.approx(1), "the first ten seconds are told"
+    assert found["rollout/idle/env"] == pytest.approx(0.75), "the first ten seconds are told"
+    assert found["rollout/idle/lost"] == pytest.approx(0.25), "one of two was slow for half of it"
 
 
 async def test_a_sync_beside_running_episodes_leaves_the_engines_only_for_its_own_time(

@@ -38,6 +38,7 @@ class EngineTime:
         stats: reads the statistics of the engines that answer.
         idle_seconds: returns the time so far without an episode in flight.
         count: returns the number of engines that are wanted.
+        ejected_seconds: returns the time so far that engines were ejected because they were slow.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class EngineTime:
         stats: Callable[[], Awaitable[Mapping[str, EngineStats]]],
         idle_seconds: Callable[[], float],
         count: Callable[[], int],
+        ejected_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._stats = stats
         self._idle_seconds = idle_seconds
         self._count = count
+        self._ejected_seconds = ejected_seconds
         self._seats = 0
         """Seats of the wanted engines at the last call of `metrics`."""
         self._newest: dict[str, tuple[float, EngineStats]] = {}
@@ -63,6 +66,7 @@ class EngineTime:
     def _restart(self, now: float) -> None:
         self._began = self._read_at = now
         self._idle_then = self._idle_seconds()
+        self._ejected_then = self._ejected_seconds()
         self._there = self._busy = self._used = 0.0
         """Seconds times seats: with an engine, with one that computes, with a request."""
         self._sync_idle = self._sync_without_episodes = 0.0
@@ -134,13 +138,17 @@ class EngineTime:
             weights = min(self._sync_idle / whole, there - busy)
             without = self._idle_seconds() - self._idle_then - self._sync_without_episodes
             gate = min(without / seconds * there, there - busy - weights)
+            ejected = self._ejected_seconds() - self._ejected_then
+            ejected = min(
+                ejected / (max(self._count(), 1) * seconds), there - busy - weights - gate
+            )
             found |= {
                 "rollout/utilization": self._used / whole,
                 "rollout/idle/few_requests": busy - self._used / whole,
                 "rollout/idle/weights": weights,
                 "rollout/idle/gate": gate,
-                "rollout/idle/env": there - busy - weights - gate,
-                "rollout/idle/lost": 1.0 - there,
+                "rollout/idle/env": there - busy - weights - gate - ejected,
+                "rollout/idle/lost": 1.0 - there + ejected,
             }
         found["rollout/aborted_tokens"] = float(self._aborted_tokens)
         self._forget_silent()

@@ -92,6 +92,9 @@ class Engines(Protocol):
     @property
     def count(self) -> int: ...
 
+    @property
+    def ejected_seconds(self) -> float: ...
+
     async def update_weights(
         self,
         weights: WeightSync,
@@ -162,7 +165,10 @@ class Loop:
         self._sync: SyncReport | None = None
         """The weight sync of this step, if it had one."""
         self._engine_time = EngineTime(
-            parts.engines.stats, parts.idle_seconds, lambda: parts.engines.count
+            parts.engines.stats,
+            parts.idle_seconds,
+            lambda: parts.engines.count,
+            lambda: parts.engines.ejected_seconds,
         )
         self.early_end: str | None = None
         """Why there are fewer steps than `maxSteps`, if there are."""

@@ -138,6 +138,11 @@ class EnginePool:
         return fast or dict(self.engines)
 
     @property
+    def ejected_seconds(self) -> float:
+        """Time so far that engines were ejected, added up over the engines."""
+        return self._slow.ejected_seconds
+
+    @property
     def joining(self) -> int:
         """Number of engines that start."""
         return sum(not slot.engine_id for slot in self._slots)
@@ -215,14 +220,14 @@ class EnginePool:
         return report
 
     async def stats(self) -> dict[str, EngineStats]:
-        """Return the statistics of each serving engine that answers in `STATS_SECONDS`, by its id.
+        """Return the statistics of each engine that answers in `STATS_SECONDS`, by its id.
 
         One that has not answered is asked again, and waited for, when it has. So a frozen engine
         costs that time once until it is killed.
         """
         asked = {
             name: asyncio.create_task(_stats_of(engine), name=f"stats-{name}")
-            for name, engine in self.serving.items()
+            for name, engine in self.engines.items()
             if name not in self._asked
         }
         if not asked:
@@ -351,7 +356,7 @@ class EnginePool:
         return death
 
     def _polled(self, engine_id: str, stats: EngineStats) -> None:
-        """Eject the engine if it is slow. It may not serve yet."""
+        """Eject the engine if it is slow, unless it does not serve yet. Raises `EngineError`."""
         if engine_id in self.engines and (said := self._slow.poll(engine_id, stats)):
             log.warning("%s", said)
             self._in_background(self._tell, f"tell-{engine_id}")

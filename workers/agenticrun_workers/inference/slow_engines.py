@@ -11,7 +11,11 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from agenticrun_workers.inference.engine import PROMPT_TOKENS_PER_SAMPLED, EngineStats
+from agenticrun_workers.inference.engine import (
+    PROMPT_TOKENS_PER_SAMPLED,
+    EngineError,
+    EngineStats,
+)
 from agenticrun_workers.launch.liveness import POLL_SECONDS
 
 TIMES_SLOWER = 8.0
@@ -23,12 +27,12 @@ MIN_BUSY_SECONDS = 1.0
 FIRST_EJECTION_POLLS = 12
 """A minute."""
 MAX_EJECTION_POLLS = 192
-"""A quarter of an hour."""
+"""16 minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens per second; of a prompt, every `PROMPT_TOKENS_PER_SAMPLED`-th counts."""
+    """Tokens per second."""
 
     request: float
     """Of one request."""
@@ -36,41 +40,58 @@ class Speed:
     """Of all requests of the engine together."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Work of an engine between two polls."""
+
+    sampled: int
+    others: int
+    """Tokens of prompts. A server may count one twice, or count one that it had in its cache."""
+    seat_seconds: float
+    busy_seconds: float
+
+
 @dataclass(slots=True)
 class _Record:
     """Record of one engine."""
 
     newest: EngineStats | None = None
-    polls: deque[tuple[float, float, float]] = field(
-        default_factory=lambda: deque(maxlen=WINDOW_POLLS)
-    )
-    """Tokens, seconds times requests in computation, and seconds with any, poll by poll."""
+    works: deque[_Work] = field(default_factory=lambda: deque(maxlen=WINDOW_POLLS))
     polls_left: int = 0
     """Until the engine is tried again; 0 = it is not ejected."""
     ejections: int = 0
     """In a row."""
 
-    def take(self, stats: EngineStats) -> None:
-        """Add the work since the last poll, if there was enough of it."""
+    def take(self, stats: EngineStats) -> bool:
+        """Add the work since the last poll. Return False if it says nothing about speed."""
         before, self.newest = self.newest, stats
-        if before is None or stats.busy_seconds - before.busy_seconds < MIN_BUSY_SECONDS:
-            return
-        tokens = max(_tokens(stats) - _tokens(before), 0.0)
+        if before is None or before.computed_tokens is None or stats.computed_tokens is None:
+            return False
+        busy_seconds = stats.busy_seconds - before.busy_seconds
         seat_seconds = stats.seat_seconds - before.seat_seconds
-        self.polls.append((tokens, seat_seconds, stats.busy_seconds - before.busy_seconds))
+        if busy_seconds < MIN_BUSY_SECONDS or seat_seconds <= 0:
+            return False
+        sampled = stats.generated_tokens - before.generated_tokens
+        computed = stats.computed_tokens + stats.prefilling
+        computed -= before.computed_tokens + before.prefilling
+        self.works.append(_Work(sampled, max(computed - sampled, 0), seat_seconds, busy_seconds))
+        return True
 
-    def speed(self) -> Speed | None:
-        """Return the speed over the last `WINDOW_POLLS`; None: not that many since the ejection."""
-        if self.polls_left or len(self.polls) < WINDOW_POLLS:
+    def speed(self, *, prompts: bool) -> Speed | None:
+        """Return the speed over the last `WINDOW_POLLS`; None: not that many since the ejection.
+
+        Args:
+            prompts: count every `PROMPT_TOKENS_PER_SAMPLED`-th token of prompts, too.
+        """
+        if self.polls_left or len(self.works) < WINDOW_POLLS:
             return None
-        tokens, seat_seconds, busy_seconds = map(sum, zip(*self.polls, strict=True))
-        return Speed(tokens / seat_seconds, tokens / busy_seconds)
-
-
-def _tokens(stats: EngineStats) -> float:
-    # A prompt in computation counts as computed. So a long one makes no engine slow.
-    prompts = stats.prompt_tokens + stats.prefilling
-    return stats.generated_tokens + prompts / PROMPT_TOKENS_PER_SAMPLED
+        tokens = float(sum(work.sampled for work in self.works))
+        if prompts:
+            tokens += sum(work.others for work in self.works) / PROMPT_TOKENS_PER_SAMPLED
+        return Speed(
+            tokens / sum(work.seat_seconds for work in self.works),
+            tokens / sum(work.busy_seconds for work in self.works),
+        )
 
 
 class SlowEngines:
@@ -78,13 +99,16 @@ class SlowEngines:
 
     Such an engine is slower in two ways: each of its requests gets fewer tokens per second, and all
     together do. One alone would be no sign. An engine with a full batch is slow for each request,
-    and one with a single request computes little.
+    and one with a single request computes little. The benefit of the doubt is with the engine: its
+    own prompts count as work, those of the others do not.
 
     Time is counted in polls (`liveness.POLL_SECONDS`) of the engine itself.
     """
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
+        self.ejected_seconds = 0.0
+        """So far, added up over the engines."""
 
     @property
     def ejected(self) -> set[str]:
@@ -92,24 +116,31 @@ class SlowEngines:
         return {engine_id for engine_id, record in self._records.items() if record.polls_left}
 
     def forget(self, engine_id: str) -> None:
-        """Forget an engine that is gone."""
+        """Forget an engine that is gone. If more than half are ejected now, one is tried again."""
         self._records.pop(engine_id, None)
+        while len(self.ejected) > len(self._records) // 2:
+            soonest = min(self.ejected, key=lambda name: self._records[name].polls_left)
+            self._records[soonest].polls_left = 0
 
     def poll(self, engine_id: str, stats: EngineStats) -> str:
         """Take the statistics of the next poll of an engine.
 
         Returns:
             Message if the engine is ejected, or tried again, from now on; else empty.
+
+        Raises:
+            EngineError: it was ejected, tried again, and computes nothing.
         """
         record = self._records.setdefault(engine_id, _Record())
-        record.take(stats)
+        took = record.take(stats)
         if record.polls_left:
+            self.ejected_seconds += POLL_SECONDS
             record.polls_left -= 1
-            record.polls.clear()
+            record.works.clear()
             return "" if record.polls_left else f"{engine_id} gets requests again"
-        speed = record.speed()
+        speed = record.speed(prompts=True)
         others = self._speed_of_others(engine_id)
-        if speed is None or others is None:
+        if not took or speed is None or others is None:
             return ""
         if (
             speed.request * TIMES_SLOWER >= others.request
@@ -117,6 +148,11 @@ class SlowEngines:
         ):
             record.ejections = 0
             return ""
+        if not speed.total and record.ejections:
+            raise EngineError(
+                f"the engine has computed nothing in {WINDOW_POLLS * POLL_SECONDS:.0f} s at its "
+                "second try, either: it is stuck"
+            )
         if len(self.ejected) + 1 > len(self._records) // 2:
             return ""
         record.polls_left = min(FIRST_EJECTION_POLLS * 2**record.ejections, MAX_EJECTION_POLLS)
@@ -130,7 +166,7 @@ class SlowEngines:
     def _speed_of_others(self, engine_id: str) -> Speed | None:
         """Return the medians of the engines that are not ejected; None if there are none."""
         records = (record for other, record in self._records.items() if other != engine_id)
-        speeds = [speed for record in records if (speed := record.speed()) is not None]
+        speeds = [speed for record in records if (speed := record.speed(prompts=False)) is not None]
         if not speeds:
             return None
         return Speed(
