@@ -66,7 +66,7 @@ class RequestConformance(SamplingConformance):
             await engine.generate(replace(ask(prompt(4), new), priority=priority))
             ended.append(priority)
 
-        crowd = [(0, 24)] * self.SEATS + [(2, 6)] * (2 * self.SEATS) + [(1, 6)] * 4
+        crowd = [(0, 64)] * self.SEATS + [(2, 6)] * (2 * self.SEATS) + [(1, 6)] * 4
         await asyncio.gather(*(sample(priority, new) for priority, new in crowd))
         last = {priority: len(ended) - ended[::-1].index(priority) for priority in (1, 2)}
         assert last[1] < last[2] - self.SEATS // 2, "those with 2 arrived first"

@@ -255,7 +255,9 @@ class ServerWorld(World):
         """Check how a fault went, when the step after it has been made, and write its row."""
         fault = self._faults[number]
         assert self._struck[fault][1].hits, fault
-        found, replaced = "nothing: a slow engine is not frozen", "not replaced"
+        found, replaced = "nothing: it was over too soon", "not replaced"
+        if any(each.startswith(f"{self._struck[fault][0]} samples") for each in self._log.messages):
+            found = "its speed: its responses went on at the other engine"
         if fault in FOUND:
             name, seconds = self._replaced[fault]
             (message,) = (each for each in self._log.messages if f"{name} died and is rep" in each)
