@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ import pytest
 from agenticrun_api import Role
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.client import GenerationClient
-from agenticrun_workers.inference.engine import EngineError, EngineStats, SampledTokens
+from agenticrun_workers.inference.engine import EngineStats, SampledTokens
 from agenticrun_workers.inference.pool import EnginePool
 from agenticrun_workers.inference.slow_engines import (
     FIRST_EJECTION_POLLS,
+    IDLE_POLLS,
     MAX_EJECTION_POLLS,
     WINDOW_POLLS,
     SlowEngines,
@@ -276,7 +277,7 @@ def test_more_than_half_are_not_ejected_when_another_one_is_gone() -> None:
 
 
 def poll_in_turn(rate: float) -> Iterator[tuple[float, str]]:
-    """Poll a fast engine and one of this rate, and return what is said of it at which poll."""
+    """Poll a fast engine and one of this rate; yield what is said of it at which poll."""
     slow = SlowEngines()
     for poll in itertools.count():
         slow.poll("fast", stats(poll * POLL_SECONDS, (100, 0, 1)))
@@ -292,10 +293,20 @@ def test_ejections_grow_longer_and_end() -> None:
     assert lasted == [min(FIRST_EJECTION_POLLS * 2**n, MAX_EJECTION_POLLS) for n in range(7)]
 
 
-def test_an_engine_that_computes_nothing_at_the_second_try_either_is_stuck() -> None:
-    """Without requests, the actor does not notice it."""
-    polls = poll_in_turn(0)
-    assert "samples 0 tokens/s" in next(polls)[1]
-    assert "again" in next(polls)[1]
-    with pytest.raises(EngineError, match="computed nothing in 30 s"):
-        next(polls)
+def test_a_prompt_that_is_computed_in_one_long_step_is_no_sign() -> None:
+    slow = SlowEngines()
+    for poll in range(10 * WINDOW_POLLS):
+        seconds = poll * POLL_SECONDS
+        slow.poll("fast", stats(seconds, (100, 0, 1)))
+        slow.poll("prefills", replace(stats(seconds, (0, 0, 1)), prefilling=8000))
+    assert not slow.ejected
+
+
+def test_speed_of_long_ago_is_forgotten() -> None:
+    slow = after([(100, 0, 1)])
+    began = (WINDOW_POLLS + 1) * POLL_SECONDS
+    for poll in range(IDLE_POLLS + 2 * WINDOW_POLLS):
+        seconds = began + poll * POLL_SECONDS
+        slow.poll("0", stats(began, (100, 0, 1)))
+        slow.poll("1", stats(max(0, seconds - began - IDLE_POLLS * POLL_SECONDS), (1, 0, 1)))
+    assert not slow.ejected

@@ -139,6 +139,7 @@ class EngineTime:
             without = self._idle_seconds() - self._idle_then - self._sync_without_episodes
             gate = min(without / seconds * there, there - busy - weights)
             ejected = self._ejected_seconds() - self._ejected_then
+            ejected *= 1 - without / seconds  # without episodes, all engines wait for the gate
             ejected = min(
                 ejected / (max(self._count(), 1) * seconds), there - busy - weights - gate
             )

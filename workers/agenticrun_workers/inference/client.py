@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED, PROMPT_TOKENS_PER_SAMPLED
+from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED
 from agenticrun_workers.inference.request_port import (
     Abort,
     Address,
@@ -38,6 +38,11 @@ log = logging.getLogger(__name__)
 RECONNECT_SECONDS = 0.5
 ADDRESS_SECONDS = 5.0
 """Longest wait for an engine's address. The call gets no answer while the network is lost."""
+PROMPT_TOKENS_PER_SAMPLED = 32
+"""Prompt tokens that cost an engine about as much as one sampled token.
+
+Prompts are computed at once, and tokens sampled one by one: 20 to 100 times slower on GPUs.
+"""
 MAX_LOST_ENGINES = 3
 """Engines that may die of a request. Otherwise one that crashes them would end all of them."""
 

@@ -32,11 +32,6 @@ STEP_SECONDS = 300.0
 The limits of SGLang (`watchdog_timeout`) and vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`) are the
 same.
 """
-PROMPT_TOKENS_PER_SAMPLED = 32
-"""Prompt tokens that cost an engine about as much as one sampled token.
-
-Prompts are computed at once, and tokens sampled one by one: 20 to 100 times slower on GPUs.
-"""
 STREAM_SECONDS = 1.0
 """Time between two events of a server about the tokens of a request."""
 STREAM_TOKENS = 8

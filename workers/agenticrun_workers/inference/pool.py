@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -118,6 +119,9 @@ class EnginePool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._shrinking: asyncio.Task[None] | None = None
         self._slow = SlowEngines()
+        self._ejected = 0
+        self._ejected_seconds = 0.0
+        self._counted = time.perf_counter()
         self.engines: dict[str, ActorHandle[EngineActor]] = {}
         """Engines that are alive and have the weights."""
         self.retired: set[str] = set()
@@ -140,7 +144,14 @@ class EnginePool:
     @property
     def ejected_seconds(self) -> float:
         """Time so far that engines were ejected, added up over the engines."""
-        return self._slow.ejected_seconds
+        self._count_ejected()
+        return self._ejected_seconds
+
+    def _count_ejected(self) -> None:
+        """Add the time since the last change."""
+        now = time.perf_counter()
+        self._ejected_seconds += (now - self._counted) * self._ejected
+        self._counted, self._ejected = now, len(self._slow.ejected)
 
     @property
     def joining(self) -> int:
@@ -257,6 +268,7 @@ class EnginePool:
 
     async def _tell(self) -> None:
         """Tell which engines serve."""
+        self._count_ejected()
         serving = self.serving
         self.retired -= serving.keys()
         self.retired |= self.engines.keys() - serving.keys()
@@ -356,7 +368,7 @@ class EnginePool:
         return death
 
     def _polled(self, engine_id: str, stats: EngineStats) -> None:
-        """Eject the engine if it is slow, unless it does not serve yet. Raises `EngineError`."""
+        """Eject the engine if it is slow, unless it does not serve yet."""
         if engine_id in self.engines and (said := self._slow.poll(engine_id, stats)):
             log.warning("%s", said)
             self._in_background(self._tell, f"tell-{engine_id}")
