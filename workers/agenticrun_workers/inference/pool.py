@@ -76,8 +76,8 @@ class EnginePool:
     """Engines with the current weights.
 
     An engine that dies is replaced. One that joins, as a replacement or after `resize`, gets the
-    weights before it serves. One that is far slower than the others serves nobody for a time
-    (`SlowEngines`), but gets the weights.
+    weights before it serves. One that is far slower than the others gets no requests for a
+    time (`SlowEngines`), but the weights.
 
     Args:
         spawn: places an engine actor, which may take any time. Arguments: its id and the number
@@ -120,6 +120,7 @@ class EnginePool:
         self._shrinking: asyncio.Task[None] | None = None
         self._slow = SlowEngines()
         self._ejected = 0
+        """Engines that were ejected when `_ejected_seconds` was `_counted` last."""
         self._ejected_seconds = 0.0
         self._counted = time.perf_counter()
         self.engines: dict[str, ActorHandle[EngineActor]] = {}

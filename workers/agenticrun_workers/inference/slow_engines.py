@@ -35,9 +35,9 @@ class Speed:
     """Tokens per second."""
 
     request: float
-    """Of one request."""
+    """For each request."""
     total: float
-    """Of all requests of the engine together."""
+    """For all requests of the engine together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Work:
     """Work of an engine between two polls."""
 
     sampled: int
-    others: int
+    prompts: int
     """Tokens of prompts. A server may count one twice, or count one that it had in its cache."""
     seat_seconds: float
     busy_seconds: float
@@ -94,7 +94,7 @@ class _Record:
             return None
         tokens = float(sum(work.sampled for work in self.works))
         if prompts:
-            tokens += sum(work.others for work in self.works) / PROMPT_TOKENS
+            tokens += sum(work.prompts for work in self.works) / PROMPT_TOKENS
         return Speed(
             tokens / sum(work.seat_seconds for work in self.works),
             tokens / sum(work.busy_seconds for work in self.works),
