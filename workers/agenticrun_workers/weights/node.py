@@ -165,6 +165,7 @@ class AdapterNode(NodeWeights):
         self._bucket_bytes = bucket_bytes
         self._threads = threads
         self._verifier = Verifier()
+        self._reader = SafetensorsReader()
 
     def merge(self, checksums: list[int]) -> Iterator[WeightFile]:
         """Overwrite the whole weights with those of the current adapters, file by file.
@@ -188,11 +189,10 @@ class AdapterNode(NodeWeights):
 
     def _adapters(self) -> dict[str, Tensor]:
         """Return views of the adapters in the buckets."""
-        reader = SafetensorsReader()
         return {
             name: value
             for bucket in self._buckets
-            for name, value in reader.parameters(self._shared.path / bucket.file)
+            for name, value in self._reader.parameters(self._shared.path / bucket.file)
         }
 
     @property
