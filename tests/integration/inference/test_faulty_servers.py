@@ -70,7 +70,9 @@ FOUND = {
     Fault.SILENT: "is frozen",
     Fault.DEAF: "it is stuck",
 }
-"""What the log says about an engine with this fault. A slow one is not replaced."""
+"""What the log says about an engine with this fault. A slow one is ejected, but not replaced."""
+KNOWN_STEPS = 40
+"""Steps before an engine becomes slow: then the usual speed of both is known."""
 CONFIGS: dict[str, dict[str, int]] = {
     "sglang": {},
     "vllm": {
@@ -171,8 +173,8 @@ TABLE_HEAD = (
 class ServerWorld(World):
     """A run on two real servers.
 
-    Steps come in threes: one without a fault, which is timed; one in which a fault begins; one in
-    which the engine is replaced.
+    After steps without a fault comes one in which a fault begins and is found, one in which two
+    engines serve again, and one that is timed.
     """
 
     def __init__(
@@ -188,14 +190,20 @@ class ServerWorld(World):
         self._source = ModelSource(str(folder))
         self._model = load_model(str(folder))
         self._weights: Any = SameWeights(weight_parts(folder, folder / "parts"))
-        self._faults = faults
+        self._faults: dict[int, Fault] = {}
+        """By the step in which they begin."""
+        self.steps = 1
+        for fault in faults:
+            begin = self.steps + KNOWN_STEPS * (fault is Fault.SLOW)
+            self._faults[begin] = fault
+            self.steps = begin + 3
         self._struck: dict[Fault, tuple[str, FaultyServer]] = {}
         self._proxies: dict[str, FaultyServer] = {}
         self.exits = AsyncExitStack()
         self._exits: dict[str, AsyncExitStack] = {}
         """By engine. One that was replaced would end with its process, which here lives on."""
-        self._replaced: dict[Fault, tuple[str, float]] = {}
-        """The engine that had the fault, and the seconds until there was another."""
+        self._found: dict[Fault, float] = {}
+        """Seconds until the engine was replaced; of a slow one, until it was ejected."""
         self.tokens = 0
 
     async def engine(self, name: str) -> EngineActor:
@@ -212,32 +220,30 @@ class ServerWorld(World):
         await self.engine_pool.update_weights(self._weights, self.version)
 
     async def strike(self) -> None:
-        if not self.version % 3:
+        if ended := self._faults.get(self.version - 3):
+            self.report(ended, self.version - 3)
+        if (fault := self._faults.get(self.version)) is None:
+            await eventually_in_loop(lambda: len(self.engine_pool.serving) == 2, 120, "two serve")
             return
-        fault = self._faults[self.version // 3]
-        if self.version % 3 == 1:
-            if self.version > 1:
-                self.report(self.version // 3 - 1)
-            await asyncio.sleep(self.rng.uniform(0, 0.3))  # later, the step might be over
-            await eventually_in_loop(lambda: len(self.engine_pool.engines) == 2, 60, "two serve")
-            name = self.rng.choice(list(self.engine_pool.engines))
-            self._proxies[name].fault = fault
-            began = asyncio.get_running_loop().time()
-            self._struck[fault] = name, self._proxies[name]
-            if fault in FOUND:
-                await eventually_in_loop(
-                    lambda: (
-                        name not in self.engine_pool.engines and len(self.engine_pool.engines) == 2
-                    ),
-                    REPLACE_SECONDS,
-                    f"another engine instead of {name}, {fault}",
-                )
-                self._replaced[fault] = name, asyncio.get_running_loop().time() - began
-                await self._exits[name].aclose()
-        elif fault not in FOUND:
-            proxy = self._struck[fault][1]
-            await eventually_in_loop(lambda: bool(proxy.hits), 60, "the slow one is asked")
+        await asyncio.sleep(self.rng.uniform(0, 0.3))  # later, the step might be over
+        name = self.rng.choice(list(self.engine_pool.serving))
+        proxy = self._proxies[name]
+        self._struck[fault] = name, proxy
+        proxy.fault = fault
+        began = asyncio.get_running_loop().time()
+        others = 1 if fault is Fault.SLOW else 2
+        await eventually_in_loop(
+            lambda: (
+                name not in self.engine_pool.serving and len(self.engine_pool.serving) == others
+            ),
+            REPLACE_SECONDS,
+            f"{others} engines serve without {name}, {fault}",
+        )
+        self._found[fault] = asyncio.get_running_loop().time() - began
+        if fault is Fault.SLOW:
             proxy.fault = None
+        else:
+            await self._exits[name].aclose()
 
     def check(self, trajectory: Trajectory) -> None:
         """A trainer computes these log-probs from these tokens: none of them is garbage."""
@@ -251,22 +257,22 @@ class ServerWorld(World):
         )
         self.tokens += int(mask_T.sum())
 
-    def report(self, number: int) -> None:
-        """Check how a fault went, when the step after it has been made, and write its row."""
-        fault = self._faults[number]
-        assert self._struck[fault][1].hits, fault
-        found, replaced = "nothing: it was over too soon", "not replaced"
-        if any(each.startswith(f"{self._struck[fault][0]} samples") for each in self._log.messages):
-            found = "its speed: its responses went on at the other engine"
-        if fault in FOUND:
-            name, seconds = self._replaced[fault]
+    def report(self, fault: Fault, begin: int) -> None:
+        """Check how a fault went that began in a step, and write its row."""
+        name, proxy = self._struck[fault]
+        assert proxy.hits, fault
+        seconds = self._found[fault]
+        if fault is Fault.SLOW:
+            (message,) = (each for each in self._log.messages if f"{name} samples" in each)
+            found = message.partition(": ")[0].removeprefix(f"{name} ")
+            replaced = f"not replaced; no requests after {seconds:.0f} s, for a minute"
+        else:
             (message,) = (each for each in self._log.messages if f"{name} died and is rep" in each)
             assert FOUND[fault] in message, (fault, message)
             found = re.sub(r" of http\S+", "", message.splitlines()[0].partition(": ")[2])
             found = re.sub(r": <.*", '")', found.partition(": it is stuck")[0])
             replaced = f"{seconds:.0f} s"
-        step, normal = self.seconds[3 * number + 1], self.seconds[3 * number + 3]
-        usual = median(self.seconds[::3])
+        step, normal = self.seconds[begin], self.seconds[begin + 2]
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
         row = Row(f"{self._name}: {fault.value}", date, found, replaced, step, normal)
         print(row.line(), flush=True)
@@ -276,9 +282,14 @@ class ServerWorld(World):
                 [f"{each}: {item.value}" for each in CONFIGS for item in Fault],
             )
             page.write_text(with_row(page.read_text(), row, order, TABLE_HEAD))
-        slow = MAX_TOKENS if fault is Fault.SLOW else 0  # the last slow response ends in that step
-        limit = 3 * usual + 5 + slow
-        assert normal < limit, f"{fault}: the step after it takes {normal} s, not {usual}"
+        usual = self.usual
+        assert normal < 3 * usual + 5, f"{fault}: the step after it takes {normal} s, not {usual}"
+
+    @property
+    def usual(self) -> float:
+        """Median time of a step that is not one of a fault, or the one after it."""
+        with_faults = {*self._faults, *(begin + 1 for begin in self._faults)}
+        return median(time for step, time in enumerate(self.seconds) if step not in with_faults)
 
 
 @pytest.mark.parametrize("engine", list(CONFIGS))
@@ -309,7 +320,7 @@ async def test_bad_answers_of_servers_cost_no_episode_and_are_never_trained_on(
     world = ServerWorld(folder, rng, engine, faults, caplog)
     async with world.exits:
         await world.start()
-        position = await world.train(3 * len(faults) + 1, BATCH_SECONDS)
+        position = await world.train(world.steps, BATCH_SECONDS)
         await world.close()
     assert world.lost_nothing(position), f"seed {seed}"
     lost = [
@@ -318,6 +329,5 @@ async def test_bad_answers_of_servers_cost_no_episode_and_are_never_trained_on(
         if record.name == "asyncio" and "web_protocol" not in record.getMessage()
     ]  # tasks of the proxies do not count
     assert not lost, [(each.getMessage(), each.exc_info) for each in lost]
-    world.report(len(faults) - 1)
-    usual = median(world.seconds[::3])
-    print(f"{engine}: {world.tokens} tokens checked; a step without a fault: {usual:.1f} s")
+    world.report(faults[-1], world.steps - 3)
+    print(f"{engine}: {world.tokens} tokens checked; a step without a fault: {world.usual:.1f} s")
