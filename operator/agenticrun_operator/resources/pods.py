@@ -6,6 +6,7 @@ from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import (
     HUB_CACHE_DIR,
     RAY_CONTAINER,
+    RAY_ENV,
     REPORTER_COMMAND,
     REPORTER_CONTAINER,
     REPORTER_PORT,
@@ -24,8 +25,8 @@ HUB_TOKEN = "HF_TOKEN"
 """Key of the Secret with the token for the Hugging Face Hub, and the variable with it."""
 
 _ENV = {
+    **RAY_ENV,
     "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_WAIT_SECONDS),
-    "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
 _REPORTER_RESOURCES: Manifest = {

@@ -334,6 +334,7 @@ def test_the_users_code_is_on_the_path_and_the_users_environment_wins() -> None:
     assert len(dict(values)) == len(values)
     assert dict(values)["PYTHONPATH"] == "/etc/agenticrun/code"
     assert (dict(values)["RAY_USAGE_STATS_ENABLED"], dict(values)["MINE"]) == ("1", "x")
+    assert dict(values)["MALLOC_ARENA_MAX"] == "2"
 
 
 HUB = ("spec.huggingFace", {"secretName": "hf", "cacheClaimName": "models", "offline": True})

@@ -20,6 +20,7 @@ import ray
 from rich.console import Console
 
 from agenticrun_api import AgenticRun, FinalReport, Role
+from agenticrun_api.names import RAY_ENV
 from agenticrun_workers.driver.attempt import AttemptRunner
 from agenticrun_workers.driver.progress import AttemptId, Requests
 from agenticrun_workers.errors import InvalidConfig
@@ -268,7 +269,8 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[Launcher
         role.value: float(run.spec.actors(role))
         for role in {*run.spec.roles.workers, Role.INFERENCE}
     }
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in RAY_ENV.items():
+        os.environ.setdefault(name, value)
     scratch = Path(
         tempfile.mkdtemp(prefix=f"arun-{os.getpid()}-", dir="/tmp")
     )  # paths of sockets must be short
