@@ -6,7 +6,8 @@ Every other episode is played to its end. Workers join and leave meanwhile.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,7 +204,7 @@ async def test_an_abort_while_the_stores_hear_of_a_death_is_not_lost() -> None:
     asked, heard = asyncio.Event(), asyncio.Event()
 
     class SlowStore(TrajectoryStore):
-        async def refuse(self, worker: int) -> None:
+        async def refuse(self, worker: int, lost: Collection[EpisodeKey] = ()) -> None:
             asked.set()
             await heard.wait()
 
@@ -227,7 +228,7 @@ async def test_a_failure_also_ends_the_tasks_of_a_worker_that_is_just_gone() -> 
     asked = asyncio.Event()
 
     class SilentStore(TrajectoryStore):
-        async def refuse(self, worker: int) -> None:
+        async def refuse(self, worker: int, lost: Collection[EpisodeKey] = ()) -> None:
             asked.set()
             await asyncio.Event().wait()
 
@@ -492,6 +493,30 @@ def test_a_replaced_worker_that_goes_on_stores_nothing() -> None:
 
     assert on_virtual_clock(play()) == {"success": 1.0}
     assert numbers == [1, 2]
+
+
+async def test_a_stored_trajectory_whose_worker_died_before_its_result_came_is_not_kept() -> None:
+    """Nobody would ask for it: its episode is aborted, or played again and then aborted."""
+    world, store = Elastic(1, held=True), TrajectoryStore()
+    playing = await world.play(2)
+    await world.pool.set_endpoints({}, [Remote(store)])
+    worker = world.pool._workers[0]
+    keys = [opened.task.key for opened in worker.tasks]
+    for key in keys:
+        for branch in (0, 1):
+            stored = Trajectory(replace(key, branch=branch), "A", (), StopReason.COMPLETED)
+            await store.put(pack([stored]), 1)
+    world.pool.abort(1)
+    world.pool._deliver(worker, result(0))
+    await world.pool._refuse(worker)
+    delivered = [keys[0], replace(keys[0], branch=1)]
+    assert [each.key for each in unpack(await store.get(delivered))] == delivered
+    assert await store.size() == len(delivered)
+    world.workers[0].die()
+    world.released.set()
+    ended = await asyncio.wait_for(asyncio.gather(*playing), 20)
+    assert [each.stop_reason for each in ended[2:]] == [StopReason.ABORTED] * 2
+    await world.pool.stop()
 
 
 class Elastic:

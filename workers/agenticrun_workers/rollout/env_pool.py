@@ -454,9 +454,13 @@ class EnvPool:
         self._reassign(worker, death)
 
     async def _refuse(self, worker: _Worker) -> None:
-        """Make the stores refuse what a worker that is gone may still send."""
+        """Make the stores refuse what a worker that is gone may still send.
+
+        They delete what came from its open tasks, before another worker plays these again.
+        """
+        lost = {opened.task.key for opened in worker.tasks if not opened.done.done()}
         calls = (
-            store.call(lambda keeper: keeper.refuse(worker.number))
+            store.call(lambda keeper: keeper.refuse(worker.number, lost))
             for store in self._endpoints.stores
         )
         await asyncio.gather(*calls)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agenticrun_workers.launch.liveness import POLL_SECONDS
@@ -97,13 +97,20 @@ class TrajectoryStore:
         if self._memory > self._limit:
             await self._spill(trajectory.key for trajectory in reversed(received))
 
-    async def refuse(self, worker: int) -> None:
+    async def refuse(self, worker: int, lost: Collection[EpisodeKey] = ()) -> None:
         """Take nothing from an env worker any more.
 
         One that was given up as frozen or out of reach may go on. Its trajectory must not replace
         the one of which the driver has the rewards.
+
+        Args:
+            worker: its number.
+            lost: its episodes of which the driver has no result, and never will. If their
+                trajectories came before, they are deleted.
         """
         self._replaced.add(worker)
+        for key in [key for key in self._stored if replace(key, branch=0) in lost]:
+            self._forget(key)
 
     async def get(self, keys: list[EpisodeKey]) -> bytes:
         """Return a packed `list[Trajectory]` in the order of `keys`.
