@@ -77,7 +77,7 @@ ENV_CODE = "AGENTICRUN_CODE"
 ENV_REPLICAS = "AGENTICRUN_REPLICAS"
 """Replicas of roles that may have changed since the run was mounted, as JSON: {"env": 2}."""
 RAY_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "MALLOC_ARENA_MAX": "2"}
-"""Variables of all processes of a Ray, unless the user sets them. glibc would give threads arenas
+"""Variables of a run's processes, unless the user sets them. glibc would give threads arenas
 of their own, up to 8 per core, and what is free in one is of no use to the others: processes that
 run for days would grow."""
 DRIVER_COMMAND = "python -m agenticrun_workers.driver"

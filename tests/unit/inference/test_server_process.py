@@ -18,6 +18,7 @@ from agenticrun_workers.inference.server_process import (
     ServerProcess,
     ServerSpec,
     free_port,
+    inherited,
     listeners,
 )
 from processes import family, lives
@@ -280,3 +281,10 @@ def test_free_ports_are_outside_the_range_of_outgoing_connections_and_can_be_bou
         assert server_process.PORTS[0] <= port <= server_process.PORTS[1]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
+
+
+def test_a_server_gets_what_the_user_has_set_and_not_what_we_have_set() -> None:
+    ours = {"PYTHONPATH": "/code", "RAY_ADDRESS": "x", "MALLOC_ARENA_MAX": "2"}
+    theirs = {"HF_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "0"}
+    assert inherited(ours | theirs) == theirs
+    assert inherited({"MALLOC_ARENA_MAX": "8"}) == {"MALLOC_ARENA_MAX": "8"}

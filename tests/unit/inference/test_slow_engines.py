@@ -17,12 +17,18 @@ import pytest
 from agenticrun_api import Role
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.client import GenerationClient
-from agenticrun_workers.inference.engine import EngineStats, SampledTokens
+from agenticrun_workers.inference.engine import (
+    STEP_SECONDS,
+    EngineError,
+    EngineStats,
+    SampledTokens,
+)
 from agenticrun_workers.inference.pool import EnginePool
 from agenticrun_workers.inference.slow_engines import (
     FIRST_EJECTION_POLLS,
     IDLE_POLLS,
     MAX_EJECTION_POLLS,
+    STUCK_EJECTIONS,
     WINDOW_POLLS,
     SlowEngines,
 )
@@ -126,6 +132,8 @@ class Outcome:
     asked: list[list[float]]
     """When requests came to each engine."""
     moves: int
+    replaced: int
+    """Engines that died."""
 
 
 def play(
@@ -172,7 +180,8 @@ def play(
         for actor in actors:
             await actor._port.close()
         moves = sum(len(engine.asked) for engine in engines) - sessions * turns
-        return Outcome(max(longest), [engine.asked for engine in engines], moves)
+        replaced = len(actors) - len(engines)
+        return Outcome(max(longest), [engine.asked for engine in engines], moves, replaced)
 
     return on_virtual_clock(everything())
 
@@ -291,6 +300,21 @@ def test_ejections_grow_longer_and_end() -> None:
     assert {text for _, text in said[1::2]} == {"slow gets requests again"}
     lasted = [back - out for (out, _), (back, _) in zip(said[::2], said[1::2], strict=True)]
     assert lasted == [min(FIRST_EJECTION_POLLS * 2**n, MAX_EJECTION_POLLS) for n in range(7)]
+
+
+def test_an_engine_that_never_computes_a_token_is_stuck() -> None:
+    assert len(list(itertools.islice(poll_in_turn(0.1), 14))) == 14
+    events = poll_in_turn(0)
+    *_, (tried_again, _) = itertools.islice(events, 2 * (STUCK_EJECTIONS - 1))
+    assert (tried_again + WINDOW_POLLS) * POLL_SECONDS < STEP_SECONDS
+    with pytest.raises(EngineError, match="was tried 3 times and computed nothing"):
+        next(events)
+
+
+def test_a_stuck_engine_is_replaced() -> None:
+    """It would be ejected for 95 minutes before it has had requests for five."""
+    found = play([lambda now: FAST if now > 400 else Rate(0), steady(FAST)], turns=40)
+    assert found.replaced == 1
 
 
 def test_a_prompt_that_is_computed_in_one_long_step_is_no_sign() -> None:

@@ -33,6 +33,7 @@ import aiohttp
 import psutil
 from packaging.specifiers import SpecifierSet
 
+from agenticrun_api.names import RAY_ENV
 from agenticrun_workers.inference.engine import (
     STEP_SECONDS,
     EngineError,
@@ -185,10 +186,7 @@ class ServerProcess:
 
     async def _launch(self) -> None:
         folder = tempfile.mkdtemp(prefix="agenticrun-engine-")
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)
-        }
-        environment |= {"TMPDIR": folder, **self._spec.environment}
+        environment = inherited(os.environ) | {"TMPDIR": folder, **self._spec.environment}
         command = self._spec.command(self._port)
         try:
             with self.log.open("wb") as log:
@@ -403,6 +401,15 @@ def readable_answer() -> Iterator[None]:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise EngineError(f"the server's answer cannot be read: {error!r}") from error
+
+
+def inherited(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of our process that a server gets, too: not those that we have set."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(NOT_INHERITED) and RAY_ENV.get(name) != value
+    }
 
 
 def free_port(host: str) -> int:

@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from agenticrun_workers.inference.engine import EngineStats
+from agenticrun_workers.inference.engine import EngineError, EngineStats
 from agenticrun_workers.launch.liveness import POLL_SECONDS
 
 TIMES_SLOWER = 8.0
@@ -28,6 +28,9 @@ FIRST_EJECTION_POLLS = 12
 """A minute."""
 MAX_EJECTION_POLLS = 192
 """16 minutes."""
+STUCK_EJECTIONS = 3
+"""Ejections in a row, each after half a minute without a token, that make an engine count as stuck.
+That takes nearly five minutes, as `STEP_SECONDS` without ejections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class _Record:
     """Until the engine is tried again; 0 = it is not ejected."""
     ejections: int = 0
     """In a row."""
+    empty_ejections: int = 0
+    """In a row, and it had not computed a token before any of them."""
 
     def take(self, stats: EngineStats) -> bool:
         """Add the work since the last poll. Return False if it says nothing about speed."""
@@ -133,6 +138,9 @@ class SlowEngines:
 
         Returns:
             Message if the engine is ejected, or tried again, from now on; else empty.
+
+        Raises:
+            EngineError: the engine is stuck.
         """
         record = self._records.setdefault(engine_id, _Record())
         took = record.take(stats)
@@ -152,6 +160,13 @@ class SlowEngines:
             return ""
         if len(self.ejected) + 1 > len(self._records) // 2:
             return ""
+        record.empty_ejections = 0 if speed.total else record.empty_ejections + 1
+        if record.empty_ejections == STUCK_EJECTIONS:
+            raise EngineError(
+                f"the engine answers polls, but was tried {STUCK_EJECTIONS} times and computed "
+                "nothing, while others did: it is stuck. Its log, or the kernel's (dmesg: Xid, a "
+                "fault of a GPU), says more"
+            )
         record.polls_left = min(FIRST_EJECTION_POLLS * 2**record.ejections, MAX_EJECTION_POLLS)
         record.ejections += 1
         return (

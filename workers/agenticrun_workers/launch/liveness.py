@@ -15,7 +15,7 @@ slow, not dead. So the rule is:
   time limits of its own. A frozen server is killed, and its actor is replaced.
 - **A slow engine** is not frozen, but it does not hold up the others: one that is far slower gets
   no requests for a time (`inference.slow_engines`). So does one with a frozen server, minutes
-  before the limit above.
+  before the limit above. One that computes nothing whenever it is tried again is replaced.
 - **An engine that answers polls and no request** is found by what it computes: with requests in
   flight, fewer than 30 tokens in `STEP_SECONDS` (`Pace` of `inference.actor`). Polls count only
   while it should compute: not while it is paused, sleeps or loads weights. A prompt that is

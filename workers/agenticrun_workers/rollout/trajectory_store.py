@@ -105,8 +105,8 @@ class TrajectoryStore:
 
         Args:
             worker: its number.
-            lost: its episodes of which the driver has no result, and never will. If their
-                trajectories came before, they are deleted.
+            lost: its episodes of which the driver has no result, and gets none from this worker.
+                Their trajectories are deleted, if any came before.
         """
         self._replaced.add(worker)
         for key in [key for key in self._stored if replace(key, branch=0) in lost]:

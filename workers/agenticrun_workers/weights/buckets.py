@@ -285,7 +285,7 @@ class Verifier:
 class SafetensorsReader:
     """Reads parameters from safetensors files, which stay mapped for the next update.
 
-    Each tensor is made once for each file: safetensors 0.8 loses 60 bytes whenever it makes one.
+    Each tensor is made once for each file: safetensors 0.8 leaks 60 bytes whenever it makes one.
     """
 
     def __init__(self) -> None:
@@ -293,7 +293,9 @@ class SafetensorsReader:
         """By path: the file's inode and header, and views of its tensors."""
 
     def parameters(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors. The tensors are views of the file: copy what must last.
+        """Yield names and tensors.
+
+        The tensors are views of the file: copy what must last, and never write to them.
 
         Raises:
             OSError: the file cannot be read.
@@ -309,7 +311,7 @@ class SafetensorsReader:
 
     def forget(self) -> None:
         """Unmap deleted files."""
-        self._open = {path: entry for path, entry in self._open.items() if path.exists()}
+        self._open = {path: entry for path, entry in list(self._open.items()) if path.exists()}
 
 
 def _read_header(path: Path) -> bytes:

@@ -101,7 +101,8 @@ class UnreadableFiles(Exception):
 class ModelFiles:
     """The parameters in the safetensors files of a Hugging Face folder.
 
-    The files are mapped and read on access, so that no second model lies in memory.
+    The files are mapped and read on access, so that no second model lies in memory. Each tensor is
+    made once: see `SafetensorsReader`.
 
     Raises:
         UnreadableFiles
@@ -120,6 +121,7 @@ class ModelFiles:
             raise UnreadableFiles(
                 f"{folder} holds no safetensors files that can be read: {error}"
             ) from error
+        self._views: dict[str, Tensor] = {}
         self._file_of = {
             name: file
             for file in files
@@ -128,9 +130,9 @@ class ModelFiles:
 
     def get(self, name: str) -> Tensor | None:
         """Return a view of the file in its own dtype, or None for an unknown name."""
-        file = self._file_of.get(name)
-        tensor: Tensor | None = None if file is None else file.get_tensor(name)
-        return tensor
+        if name not in self._views and name in self._file_of:
+            self._views[name] = self._file_of[name].get_tensor(name)
+        return self._views.get(name)
 
 
 class _BaseComparison:
