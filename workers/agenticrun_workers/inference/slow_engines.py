@@ -164,8 +164,8 @@ class SlowEngines:
         if record.empty_ejections == STUCK_EJECTIONS:
             raise EngineError(
                 f"the engine answers polls, but was tried {STUCK_EJECTIONS} times and computed "
-                "nothing, while others did: it is stuck. Its log, or the kernel's (dmesg: Xid, a "
-                "fault of a GPU), says more"
+                "nothing, while others did: it is stuck; look at its log, and at the kernel's "
+                "(dmesg: Xid, a fault of a GPU)"
             )
         record.polls_left = min(FIRST_EJECTION_POLLS * 2**record.ejections, MAX_EJECTION_POLLS)
         record.ejections += 1
