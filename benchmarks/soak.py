@@ -13,7 +13,9 @@ a process has allocated itself (anonymous pages). RSS and PSS also have the page
 which change hands whenever another process begins or ends. Before each sample the C library gives
 back what is free (`malloc_trim`): an actor of Ray that does nothing but answer others keeps about
 0.05 MB of free memory for each caller that was killed (100 killed callers on 2026-11-24: 7.0 MB
-more before the trim, 2.6 after it, of which 2.5 came with the first ones).
+more before the trim, 2.6 after it, of which 2.5 came with the first ones). The driver has the
+environment of one in a pod (`RAY_ENV`), as the actors have everywhere. Samples are kept as plain
+numbers: as objects, those of half an hour would take 1 MB of the driver.
 
 **The test.** The first third of the time is warm-up: allocators and caches fill. A line is fitted
 to the rest (`trend`). `growth` is its rise from the first to the last sample; `noise` is three
@@ -35,8 +37,10 @@ import itertools
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,6 +53,7 @@ from record import write_record
 from trend import Trend, trend
 
 from agenticrun_api import Outcome, Progress, parse_run
+from agenticrun_api.names import RAY_ENV
 from agenticrun_workers.driver.attempt import AttemptRunner
 from agenticrun_workers.driver.local import embedded_ray
 from agenticrun_workers.driver.progress import AttemptId, Requests
@@ -158,6 +163,22 @@ def usage(pid: int) -> dict[str, float]:
     }
 
 
+class Series:
+    """Samples of one quantity."""
+
+    def __init__(self) -> None:
+        self.times, self.values = array("d"), array("d")
+
+    def append(self, seconds: float, value: float) -> None:
+        self.times.append(seconds)
+        self.values.append(value)
+
+    def trend(self, resolution: float) -> Trend:
+        """Return the trend after the warm-up."""
+        first = len(self.times) // 3
+        return trend(self.times[first:], self.values[first:], resolution)
+
+
 class Soak:
     """Samples and faults of one run, until its time is over."""
 
@@ -167,7 +188,7 @@ class Soak:
         self._began = time.monotonic()
         self._pids: dict[str, int] = {}
         """Process ids of those that live from the beginning to the end."""
-        self.series: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.series: dict[str, Series] = defaultdict(Series)
         self.faults: list[tuple[float, str, str]] = []
         """Seconds since the beginning, class of the actor, signal."""
         self.steps = StepTimes()
@@ -193,9 +214,9 @@ class Soak:
         for name, (pid, tasks) in found.items():
             assert self._pids.setdefault(name, pid) == pid, f"{name} was replaced without a fault"
             for kind, value in {**usage(pid), "tasks": float(tasks)}.items():
-                self.series[f"{name}_{kind}"].append((now, value))
+                self.series[f"{name}_{kind}"].append(now, value)
         processes = len(psutil.Process().children(recursive=True))
-        self.series["processes"].append((now, float(processes)))
+        self.series["processes"].append(now, float(processes))
 
     async def strike(self) -> None:
         """Kill and stop env workers and engines forever; each time wait for the replacement."""
@@ -217,11 +238,11 @@ class StepTimes:
     """A `ProgressSink` that keeps the times of the steps."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.times = array("d")
 
     def update(self, progress: Progress) -> None:
         """See `ProgressSink`."""
-        self.times += [time.monotonic()] * (progress.step - len(self.times))
+        self.times.extend([time.monotonic()] * (progress.step - len(self.times)))
 
     def sample(self, transcript: str) -> None:
         """See `ProgressSink`."""
@@ -261,16 +282,6 @@ async def train(soak: Soak, launcher: WatchedLauncher, output: Path, seconds: fl
         raise SystemExit(f"the run ended after {soak.seconds:.0f} s: {report.message}")
 
 
-def judge(soak: Soak) -> dict[str, Trend]:
-    """Return the trend of each series after the warm-up."""
-    trends: dict[str, Trend] = {}
-    for name, samples in soak.series.items():
-        warm = samples[len(samples) // 3 :]
-        times, values = zip(*warm, strict=True)
-        trends[name] = trend(times, values, RESOLUTION[name.rpartition("_")[2]])
-    return trends
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0, help="time after the second step")
@@ -278,6 +289,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--json", type=Path, help="write figures and samples to this file")
     arguments = parser.parse_args()
+    if not RAY_ENV.keys() <= os.environ.keys():  # glibc reads its part when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | RAY_ENV)
     seconds = 60 * (3.0 if arguments.quick else arguments.minutes)
     launcher = WatchedLauncher()
     others = set(psutil.Process().children(recursive=True))
@@ -287,7 +300,10 @@ def main() -> None:
     ):
         soak = Soak(launcher, random.Random(arguments.seed))
         asyncio.run(train(soak, launcher, Path(output), seconds))
-    trends = judge(soak)
+    trends = {
+        name: series.trend(RESOLUTION[name.rpartition("_")[2]])
+        for name, series in soak.series.items()
+    }
     gaps = [after - before for before, after in itertools.pairwise(soak.steps.times)]
     figures = {
         "minutes": seconds / 60,
@@ -306,9 +322,11 @@ def main() -> None:
     for name, figure in list(figures.items())[:8]:
         print(f"{name:28} {figure:.2f}")
     if arguments.json:
-        write_record(
-            arguments.json, figures, samples={"series": soak.series, "faults": soak.faults}
-        )
+        series = {
+            name: list(zip(each.times, each.values, strict=True))
+            for name, each in soak.series.items()
+        }
+        write_record(arguments.json, figures, samples={"series": series, "faults": soak.faults})
     growing = [name for name, found in trends.items() if found.grows]
     if growing or figures["left_processes"] or figures["left_in_memory"]:
         raise SystemExit(f"it leaks: {growing or 'processes or memory are left'}")
