@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
 from agenticrun_workers.inference import EngineStartError
+from agenticrun_workers.inference.process_supervisor import mapped_by
 from agenticrun_workers.inference.sglang.engine import SglangEngine
 from engine_conformance import Models, ServerConformance
+from processes import family
 from tiny_model import CONTEXT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -50,7 +54,10 @@ async def both(
     engines = an_engine(models.a, logs), an_engine(models.b, logs, restart=True)
     await asyncio.gather(*(engine.start() for engine in engines))
     yield engines
+    pids = [pid for engine in engines for pid in family(engine._process._supervisor.pid)]  # type: ignore[union-attr]
+    shared = mapped_by(map(psutil.Process, pids))
     await asyncio.gather(*(engine.stop() for engine in engines))
+    assert not shared & {*os.listdir("/dev/shm")}, "SGLang's shared memory is left"
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import signal
 import socket
@@ -42,6 +43,11 @@ if "semaphore" in tokens:
     semaphore = context.Semaphore()
     context.Process(target=time.sleep, args=(600,)).start()  # keeps the resource tracker alive
     print("semaphore", semaphore._semlock.name, flush=True)
+for made in [token for token in tokens if token.startswith("/dev/shm/")]:
+    code = "import mmap, sys, time; file = open(sys.argv[1], 'a+b'); file.truncate(9); \
+memory = mmap.mmap(file.fileno(), 9); print('mapped', flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", code, made], stdout=subprocess.PIPE)
+    child.stdout.readline()
 if "dies" in tokens:
     sys.exit("the model is wrong")
 if "slow" in tokens:
@@ -246,6 +252,32 @@ async def test_semaphores_of_a_server_that_is_killed_are_removed(tmp_path: Path)
     os.kill(the_processes_of(process)[2], signal.SIGKILL)
     await process.wait()
     assert not semaphore.exists()
+
+
+@pytest.mark.parametrize("end", ["stop", "kill", "crash"])
+async def test_shared_memory_that_a_server_made_is_removed_and_no_other(
+    tmp_path: Path, end: str
+) -> None:
+    """SGLang leaves a file of 16 KB for each server that is killed, and larger ones on GPUs."""
+    name = f"/dev/shm/agenticrun-test-{os.getpid()}"
+    made, shared, earlier = (Path(f"{name}-{each}") for each in ("made", "shared", "earlier"))
+    earlier.write_bytes(bytes(9))
+    process = ServerProcess(a_server(tmp_path, str(made), str(shared), str(earlier)))
+    try:
+        await process.start()
+        with shared.open("r+b") as file, mmap.mmap(file.fileno(), 9):  # as another server
+            if end == "crash":
+                os.kill(the_processes_of(process)[2], signal.SIGKILL)
+                await process.wait()
+            elif end == "kill":
+                process.kill()
+                await process.wait()
+            else:
+                await process.stop()
+            assert [path.exists() for path in (made, shared, earlier)] == [False, True, True]
+    finally:
+        for path in (made, shared, earlier):
+            path.unlink(missing_ok=True)
 
 
 async def test_nothing_is_left_when_the_programs_own_children_are_killed(tmp_path: Path) -> None:

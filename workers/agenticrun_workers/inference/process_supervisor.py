@@ -3,7 +3,8 @@
 Run as a script: `python process_supervisor.py PARENT_PID FOLDER COMMAND...`, with the environment
 of the server. It starts the command in a session of its own, and ends when the command ends, when
 its standard input closes, or when its parent is gone, however the parent died. Before it ends, it
-kills all descendants of the command, also those that left its process group, and removes FOLDER.
+kills all descendants of the command, also those that left its process group, and removes FOLDER and
+the shared memory that they have made: servers that are killed leave it, until there is none.
 It forwards SIGTERM to the command, which may then end in its own time. Its exit status is that of
 the command.
 
@@ -24,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 import psutil
 
@@ -33,6 +35,9 @@ TRACKER_SECONDS = 10.0
 """Time for Python's resource trackers to clean up."""
 POLL_SECONDS = 1.0
 """Interval of checks that the parent lives. Standard input stays open if the parent has forked."""
+LOOK_SECONDS = 30.0
+"""Interval of looks at shared memory in use. If a server crashes, what it made since may stay."""
+SHARED_MEMORY = "/dev/shm"
 
 
 def main(parent: int, folder: str, command: list[str]) -> int:
@@ -71,29 +76,47 @@ def _supervise(parent: int, folder: str, command: list[str]) -> int:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
+    others = set(_files_in_shared_memory())
+    made: set[str] = set()
+
+    def look() -> None:
+        made.update(mapped_by(psutil.Process().children(recursive=True)) - others)
+
+    def terminate(*_: object) -> None:
+        look()
+        server.send_signal(signal.SIGTERM)
+
     server = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=begin,  # noqa: PLW1509 - this process has one thread
     )
-    signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGTERM))
+    signal.signal(signal.SIGTERM, terminate)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    look_at = time.monotonic() + LOOK_SECONDS
     while server.poll() is None and os.getppid() == parent:
+        if time.monotonic() >= look_at:
+            look()
+            look_at = time.monotonic() + LOOK_SECONDS
         ready, _, _ = select.select([0, wake], [], [], POLL_SECONDS)
         if 0 in ready:
             break
         if wake in ready:
             os.read(wake, 4096)
+    look()
     if server.poll() is None:
         server.kill()
     code = server.wait()
     _kill_descendants()
+    for name in made - mapped_by(psutil.process_iter()) if made else ():
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(SHARED_MEMORY, name))
     shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
@@ -114,6 +137,25 @@ def _kill_descendants() -> None:
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
         time.sleep(0.01)
+
+
+def _files_in_shared_memory() -> list[str]:
+    try:
+        return os.listdir(SHARED_MEMORY)
+    except OSError:
+        return []
+
+
+def mapped_by(processes: Iterable[psutil.Process]) -> set[str]:
+    """Return the names of the files right in /dev/shm, not in a folder, that these map."""
+    found: set[str] = set()
+    for process in processes:
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{process.pid}/maps", errors="surrogateescape") as maps,
+        ):
+            found.update(line.partition(SHARED_MEMORY + "/")[2].rstrip("\n") for line in maps)
+    return {name for name in found if name and "/" not in name}
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
