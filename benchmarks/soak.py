@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write figures and samples to this file")
     arguments = parser.parse_args()
     if not RAY_ENV.keys() <= os.environ.keys():  # glibc reads its part when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | RAY_ENV)
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**RAY_ENV, **os.environ})
     seconds = 60 * (3.0 if arguments.quick else arguments.minutes)
     launcher = WatchedLauncher()
     others = set(psutil.Process().children(recursive=True))

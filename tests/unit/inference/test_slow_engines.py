@@ -18,7 +18,6 @@ from agenticrun_api import Role
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.inference.engine import (
-    STEP_SECONDS,
     EngineError,
     EngineStats,
     SampledTokens,
@@ -28,7 +27,6 @@ from agenticrun_workers.inference.slow_engines import (
     FIRST_EJECTION_POLLS,
     IDLE_POLLS,
     MAX_EJECTION_POLLS,
-    STUCK_EJECTIONS,
     WINDOW_POLLS,
     SlowEngines,
 )
@@ -305,15 +303,26 @@ def test_ejections_grow_longer_and_end() -> None:
 def test_an_engine_that_never_computes_a_token_is_stuck() -> None:
     assert len(list(itertools.islice(poll_in_turn(0.1), 14))) == 14
     events = poll_in_turn(0)
-    *_, (tried_again, _) = itertools.islice(events, 2 * (STUCK_EJECTIONS - 1))
-    assert (tried_again + WINDOW_POLLS) * POLL_SECONDS < STEP_SECONDS
-    with pytest.raises(EngineError, match="was tried 3 times and computed nothing"):
+    tried_again = [poll for poll, text in itertools.islice(events, 6) if "again" in text]
+    assert [poll + WINDOW_POLLS for poll in tried_again] == [24, 54, 108]
+    with pytest.raises(EngineError, match="was tried 4 times in 540 s and computed nothing"):
         next(events)
+
+
+def test_an_engine_that_computes_between_its_stalls_is_not_stuck() -> None:
+    slow, seconds, tokens, ejections = SlowEngines(), 0.0, 0.0, 0
+    for poll in range(2000):
+        seconds += POLL_SECONDS
+        tokens += 0 if poll % 400 < 2 * WINDOW_POLLS else 100 * POLL_SECONDS
+        slow.poll("fast", stats(seconds, (100, 0, 1)))
+        said = slow.poll("stalls", replace(stats(seconds, (0, 0, 1)), generated_tokens=int(tokens)))
+        ejections += "elsewhere" in said
+    assert ejections == 5
 
 
 def test_a_stuck_engine_is_replaced() -> None:
     """It would be ejected for 95 minutes before it has had requests for five."""
-    found = play([lambda now: FAST if now > 400 else Rate(0), steady(FAST)], turns=40)
+    found = play([lambda now: FAST if now > 700 else Rate(0), steady(FAST)], turns=50)
     assert found.replaced == 1
 
 

@@ -4,7 +4,7 @@ Run as a script: `python process_supervisor.py PARENT_PID FOLDER COMMAND...`, wi
 of the server. It starts the command in a session of its own, and ends when the command ends, when
 its standard input closes, or when its parent is gone, however the parent died. Before it ends, it
 kills all descendants of the command, also those that left its process group, and removes FOLDER and
-the shared memory that they have made: servers that are killed leave it, until there is none.
+the descendants' files in /dev/shm.
 It forwards SIGTERM to the command, which may then end in its own time. Its exit status is that of
 the command.
 
@@ -76,14 +76,10 @@ def _supervise(parent: int, folder: str, command: list[str]) -> int:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
-    others = set(_files_in_shared_memory())
-    made: set[str] = set()
-
-    def look() -> None:
-        made.update(mapped_by(psutil.Process().children(recursive=True)) - others)
+    shared = SharedMemory()
 
     def terminate(*_: object) -> None:
-        look()
+        shared.look()
         server.send_signal(signal.SIGTERM)
 
     server = subprocess.Popen(
@@ -102,21 +98,19 @@ def _supervise(parent: int, folder: str, command: list[str]) -> int:
     look_at = time.monotonic() + LOOK_SECONDS
     while server.poll() is None and os.getppid() == parent:
         if time.monotonic() >= look_at:
-            look()
+            shared.look()
             look_at = time.monotonic() + LOOK_SECONDS
         ready, _, _ = select.select([0, wake], [], [], POLL_SECONDS)
         if 0 in ready:
             break
         if wake in ready:
             os.read(wake, 4096)
-    look()
+    shared.look()
     if server.poll() is None:
         server.kill()
     code = server.wait()
     _kill_descendants()
-    for name in made - mapped_by(psutil.process_iter()) if made else ():
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(SHARED_MEMORY, name))
+    shared.remove()
     shutil.rmtree(folder, ignore_errors=True)
     return code if code >= 0 else 128 - code
 
@@ -139,23 +133,70 @@ def _kill_descendants() -> None:
         time.sleep(0.01)
 
 
-def _files_in_shared_memory() -> list[str]:
-    try:
-        return os.listdir(SHARED_MEMORY)
-    except OSError:
-        return []
+class SharedMemory:
+    """The files right in /dev/shm, not in a folder, that the server's processes share.
+
+    A server that is killed leaves them, until /dev/shm is full. Only what was not there before the
+    server counts, and nothing here raises: the processes must end in any case.
+    """
+
+    def __init__(self) -> None:
+        self._earlier: set[str] = set()
+        self._made: set[str] = set()
+        with contextlib.suppress(OSError):
+            self._earlier |= {*os.listdir(SHARED_MEMORY)}
+
+    def look(self) -> None:
+        """Note the files that the processes write to now. They cannot be found any more later."""
+        with contextlib.suppress(OSError, psutil.Error):
+            self._made |= mapped_by(psutil.Process().children(recursive=True), "rw-s")
+            self._made -= self._earlier
+
+    def remove(self) -> None:
+        """Remove them, but for those of other users and those that other processes use."""
+        if not self._made:
+            return
+        with contextlib.suppress(OSError, psutil.Error):
+            others = list(psutil.process_iter())
+            for name in self._made - mapped_by(others) - _opened_by(others):
+                path = os.path.join(SHARED_MEMORY, name)
+                with contextlib.suppress(OSError):
+                    if os.stat(path).st_uid == os.getuid():
+                        os.unlink(path)
 
 
-def mapped_by(processes: Iterable[psutil.Process]) -> set[str]:
-    """Return the names of the files right in /dev/shm, not in a folder, that these map."""
+def mapped_by(processes: Iterable[psutil.Process], permissions: str = "") -> set[str]:
+    """Return the names of the files right in /dev/shm that these processes map, as far as readable.
+
+    `permissions`: only mappings with these, as in /proc/PID/maps.
+    """
     found: set[str] = set()
     for process in processes:
         with (
             contextlib.suppress(OSError),
             open(f"/proc/{process.pid}/maps", errors="surrogateescape") as maps,
         ):
-            found.update(line.partition(SHARED_MEMORY + "/")[2].rstrip("\n") for line in maps)
-    return {name for name in found if name and "/" not in name}
+            for line in maps:
+                if SHARED_MEMORY in line:
+                    _, allowed, _, _, _, path = line.rstrip("\n").split(None, 5)
+                    if permissions in allowed:
+                        found.add(path)
+    return _names(found)
+
+
+def _opened_by(processes: Iterable[psutil.Process]) -> set[str]:
+    """Return the names of the files right in /dev/shm that these processes have open."""
+    found: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for file in os.scandir(f"/proc/{process.pid}/fd"):
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(file.path))
+    return _names(found)
+
+
+def _names(paths: Iterable[str]) -> set[str]:
+    return {os.path.basename(path) for path in paths if os.path.dirname(path) == SHARED_MEMORY}
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:

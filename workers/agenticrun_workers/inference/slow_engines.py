@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from agenticrun_workers.inference.engine import EngineError, EngineStats
+from agenticrun_workers.inference.engine import STEP_SECONDS, EngineError, EngineStats
 from agenticrun_workers.launch.liveness import POLL_SECONDS
 
 TIMES_SLOWER = 8.0
@@ -28,9 +28,9 @@ FIRST_EJECTION_POLLS = 12
 """A minute."""
 MAX_EJECTION_POLLS = 192
 """16 minutes."""
-STUCK_EJECTIONS = 3
-"""Ejections in a row, each after half a minute without a token, that make an engine count as stuck.
-That takes nearly five minutes, as `STEP_SECONDS` without ejections."""
+STUCK_WINDOWS = 3
+"""Windows in a row without a token, the first of them `STEP_SECONDS` ago or earlier, that make an
+engine count as stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,10 @@ class _Record:
     """Until the engine is tried again; 0 = it is not ejected."""
     ejections: int = 0
     """In a row."""
-    empty_ejections: int = 0
-    """In a row, and it had not computed a token before any of them."""
+    empty_windows: int = 0
+    """Windows in a row that led to an ejection and in which it had not computed a token."""
+    empty_polls: int = 0
+    """Polls since the first of them began."""
 
     def take(self, stats: EngineStats) -> bool:
         """Add the work since the last poll. Return False if it says nothing about speed."""
@@ -144,6 +146,7 @@ class SlowEngines:
         """
         record = self._records.setdefault(engine_id, _Record())
         took = record.take(stats)
+        record.empty_polls += record.empty_windows > 0
         if record.polls_left:
             record.polls_left -= 1
             record.works.clear()
@@ -156,17 +159,22 @@ class SlowEngines:
             speed.request * TIMES_SLOWER >= others.request
             or speed.total * TIMES_SLOWER >= others.total
         ):
-            record.ejections = 0
+            record.ejections = record.empty_windows = 0
             return ""
         if len(self.ejected) + 1 > len(self._records) // 2:
             return ""
-        record.empty_ejections = 0 if speed.total else record.empty_ejections + 1
-        if record.empty_ejections == STUCK_EJECTIONS:
-            raise EngineError(
-                f"the engine answers polls, but was tried {STUCK_EJECTIONS} times and computed "
-                "nothing, while others did: it is stuck; look at its log, and at the kernel's "
-                "(dmesg: Xid, a fault of a GPU)"
-            )
+        if speed.total:
+            record.empty_windows = 0
+        else:
+            record.empty_polls = record.empty_polls if record.empty_windows else WINDOW_POLLS
+            record.empty_windows += 1
+            seconds = record.empty_polls * POLL_SECONDS
+            if record.empty_windows >= STUCK_WINDOWS and seconds >= STEP_SECONDS:
+                raise EngineError(
+                    f"the engine answers polls, but was tried {record.empty_windows} times in "
+                    f"{seconds:.0f} s and computed nothing, while others did: it is stuck; look at "
+                    "its log, and at the kernel's (dmesg: Xid, a fault of a GPU)"
+                )
         record.polls_left = min(FIRST_EJECTION_POLLS * 2**record.ejections, MAX_EJECTION_POLLS)
         record.ejections += 1
         return (
