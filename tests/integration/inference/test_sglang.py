@@ -54,7 +54,8 @@ async def both(
     engines = an_engine(models.a, logs), an_engine(models.b, logs, restart=True)
     await asyncio.gather(*(engine.start() for engine in engines))
     yield engines
-    pids = [pid for engine in engines for pid in family(engine._process._supervisor.pid)]  # type: ignore[union-attr]
+    servers = [engine._process for engine in engines if engine._process is not None]
+    pids = [pid for server in servers for pid in family(server._supervisor.pid)]  # type: ignore[union-attr]
     shared = mapped_by(map(psutil.Process, pids))
     await asyncio.gather(*(engine.stop() for engine in engines))
     assert not shared & {*os.listdir("/dev/shm")}, "SGLang's shared memory is left"
