@@ -71,7 +71,7 @@ FOUND = {
     Fault.SILENT: "is frozen",
     Fault.DEAF: "it is stuck",
 }
-"""What the log says about an engine with this fault. A slow one is ejected, but not replaced."""
+"""Text in the log about an engine with this fault. A slow one is ejected, but not replaced."""
 KNOWN_STEPS = 40
 """Steps before an engine becomes slow: then the usual speed of both is known."""
 CONFIGS: dict[str, dict[str, int]] = {
@@ -329,7 +329,7 @@ async def test_bad_answers_of_servers_cost_no_episode_and_are_never_trained_on(
     if wanted := os.environ.get("AGENTICRUN_FAULT_NAMES"):
         faults = [fault for fault in faults if fault.name in wanted.split(",")]
         if not faults:
-            pytest.skip(f"AGENTICRUN_FAULT_NAMES={wanted}")
+            pytest.skip(f"AGENTICRUN_FAULT_NAMES={wanted} names none of the faults of this drill")
     print(f"{engine}: seed {seed}: {[fault.name for fault in faults]}", flush=True)
     world = ServerWorld(folder, rng, engine, faults, caplog)
     async with world.exits:

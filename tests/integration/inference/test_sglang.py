@@ -16,7 +16,6 @@ from agenticrun_workers.inference import EngineStartError
 from agenticrun_workers.inference.process_supervisor import mapped_by
 from agenticrun_workers.inference.sglang.engine import SglangEngine
 from engine_conformance import Models, ServerConformance
-from processes import family
 from tiny_model import CONTEXT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -54,9 +53,7 @@ async def both(
     engines = an_engine(models.a, logs), an_engine(models.b, logs, restart=True)
     await asyncio.gather(*(engine.start() for engine in engines))
     yield engines
-    servers = [engine._process for engine in engines if engine._process is not None]
-    pids = [pid for server in servers for pid in family(server._supervisor.pid)]  # type: ignore[union-attr]
-    shared = mapped_by(map(psutil.Process, pids))
+    shared = mapped_by(psutil.Process().children(recursive=True))
     await asyncio.gather(*(engine.stop() for engine in engines))
     assert not shared & {*os.listdir("/dev/shm")}, "SGLang's shared memory is left"
 

@@ -17,11 +17,7 @@ import pytest
 from agenticrun_api import Role
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.client import GenerationClient
-from agenticrun_workers.inference.engine import (
-    EngineError,
-    EngineStats,
-    SampledTokens,
-)
+from agenticrun_workers.inference.engine import EngineError, EngineStats, SampledTokens
 from agenticrun_workers.inference.pool import EnginePool
 from agenticrun_workers.inference.slow_engines import (
     FIRST_EJECTION_POLLS,

@@ -166,7 +166,8 @@ class SlowEngines:
         if speed.total:
             record.empty_windows = 0
         else:
-            record.empty_polls = record.empty_polls if record.empty_windows else WINDOW_POLLS
+            if not record.empty_windows:
+                record.empty_polls = WINDOW_POLLS
             record.empty_windows += 1
             seconds = record.empty_polls * POLL_SECONDS
             if record.empty_windows >= STUCK_WINDOWS and seconds >= STEP_SECONDS:

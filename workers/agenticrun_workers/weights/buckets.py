@@ -305,8 +305,8 @@ class SafetensorsReader:
         known = self._open.get(path)
         if known is None or known[0] != identity:
             file: Any = safe_open(path, "pt")
-            known = identity, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            self._open[path] = known
+            names = file.keys()  # the file is no mapping
+            known = self._open[path] = identity, {name: file.get_tensor(name) for name in names}
         yield from known[1].items()
 
     def forget(self) -> None:
