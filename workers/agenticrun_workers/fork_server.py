@@ -91,6 +91,7 @@ def serve(control: int) -> list[int]:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to `wake`
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the client may have blocked SIGCHLD
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or ignore it, in the background
     gc.freeze()  # children's collections then leave shared pages alone
     calls: dict[int, int] = {}
     """Processes by their call's socket."""

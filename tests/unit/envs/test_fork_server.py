@@ -123,7 +123,10 @@ def test_signals_are_as_in_a_fresh_python() -> None:
     assert (
         run_python(code).stdout
         == subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+            ["env", "--default-signal", sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
     )
 
