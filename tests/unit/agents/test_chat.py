@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agenticrun_workers.agents import ChatFormat, ChatTemplateError
+from agenticrun_workers.agents.chat import KEPT_LENGTH
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from byte_level import byte_level_tokenizer
 
@@ -108,3 +109,11 @@ def test_a_template_without_an_end_of_turn_is_refused() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
     with pytest.raises(ChatTemplateError, match="no special token"):
         ChatFormat(tokenizer)
+
+
+def test_only_short_prompts_are_kept() -> None:
+    chat = ChatFormat(task_tokenizer())
+    for length, kept in ((KEPT_LENGTH, True), (KEPT_LENGTH + 1, False)):
+        once, again = (chat.next("P" * length, ended=True) for _ in range(2))
+        assert once.tolist() == again.tolist()
+        assert (once is again) is kept

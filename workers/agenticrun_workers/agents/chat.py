@@ -25,6 +25,11 @@ Message = Mapping[str, Any]
 
 _MARKER = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
 
+KEPT_PROMPTS = 4096
+KEPT_LENGTH = 1000
+"""Longest message, in characters, whose tokens are kept: positions of games come again, the output
+of a tool hardly does. All that is kept takes 20 MB at most."""
+
 
 class ChatTemplateError(Exception):
     """The chat template cannot be rendered piece by piece."""
@@ -56,7 +61,7 @@ class ChatFormat:
         self.stop_tokens: tuple[int, ...] = tuple(
             {self.end_of_turn, tokenizer.eos_token_id} - {None}
         )
-        self._cached_next = lru_cache(maxsize=4096)(self._next)
+        self._cached_next = lru_cache(KEPT_PROMPTS)(self._next)
 
     def first(self, system: str, user: str) -> IntArray:
         """Return the tokens up to the first answer, int32 [T]. Empty `system` = no message."""
@@ -95,7 +100,8 @@ class ChatFormat:
 
         `ended`: the policy sampled the end-of-turn token itself.
         """
-        return self._cached_next(user, ended)
+        render = self._cached_next if len(user) <= KEPT_LENGTH else self._next
+        return render(user, ended)
 
     def answer(self, text: str) -> IntArray:
         """Return the tokens of an answer, including the end of turn, int32 [T]."""
