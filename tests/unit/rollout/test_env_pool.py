@@ -339,6 +339,31 @@ async def test_a_worker_that_replaces_a_dead_one_hears_which_tokens_are_too_old(
     assert [worker.bounds for worker in made] == [VersionBounds(2, 3)] * 2
 
 
+async def test_a_stopped_worker_hears_of_the_newest_bounds_only_when_it_goes_on() -> None:
+    heard: list[int] = []
+    going_on = asyncio.Event()
+
+    class Stopped(MortalWorker):
+        async def set_bounds(self, bounds: VersionBounds) -> None:
+            heard.append(bounds.oldest)
+            await going_on.wait()
+
+    async def spawn() -> Remote:
+        return Remote(Stopped(lambda _: False))
+
+    pool = EnvPool(spawn, 1)
+    await pool.start()
+    for oldest in range(1, 100):
+        pool.set_bounds(VersionBounds(oldest))
+        await asyncio.sleep(0)
+    assert heard == [1]
+    going_on.set()
+    await eventually_in_loop(lambda: heard == [1, 99], 20, "the newest bounds")
+    pool.set_bounds(VersionBounds(100))
+    await eventually_in_loop(lambda: heard == [1, 99, 100], 20, "later bounds")
+    await pool.stop()
+
+
 async def test_workers_that_only_die_end_the_run() -> None:
     world = World(lambda task: True, 2)
     words = f"{MAX_DEATHS} env workers died in a row.*{MAX_DEATHS} of them while they ran 'A'"

@@ -150,6 +150,10 @@ class _Worker:
     """Set when it has no open task."""
     watcher: asyncio.Task[None] = field(init=False)
     """Collects its results."""
+    bounds: VersionBounds = VersionBounds()
+    """The newest that it has heard of."""
+    telling: asyncio.Task[None] | None = None
+    """The call that tells it newer bounds."""
 
     @property
     def tasks(self) -> list[_Open]:
@@ -353,15 +357,23 @@ class EnvPool:
         return worker.handle.call(lambda actor: actor.set_endpoints(endpoints))
 
     def _send_bounds(self, worker: _Worker) -> None:
-        worker.handle.call(lambda actor: actor.set_bounds(self._bounds))
+        """Tell a worker the bounds, one call at a time: to one that is stopped they would pile up."""
+        if worker.telling is None or worker.telling.done():
+            worker.telling = self._watch_over(self._tell_bounds(worker))
+
+    async def _tell_bounds(self, worker: _Worker) -> None:
+        with suppress(ActorDied):  # `_watch` handles dead workers
+            while worker.bounds != self._bounds:
+                bounds = self._bounds
+                await worker.handle.call(lambda actor: actor.set_bounds(bounds))
+                worker.bounds = bounds
 
     def _add(self, handle: ActorHandle[EnvWorker]) -> None:
         worker = _Worker(handle, next(self._numbers))
         self._workers.append(worker)
         if self._endpoints.number:
             self._send_endpoints(worker)
-        if self._bounds != VersionBounds():
-            self._send_bounds(worker)
+        self._send_bounds(worker)
         worker.watcher = self._watch_over(self._watch(worker))
         self._assign_waiting()
         self._on_change()
