@@ -150,7 +150,7 @@ class _Worker:
     """Set when it has no open task."""
     watcher: asyncio.Task[None] = field(init=False)
     """Collects its results."""
-    bounds: VersionBounds = VersionBounds()
+    bounds: VersionBounds = field(default_factory=VersionBounds)
     """The newest that it has heard of."""
     telling: asyncio.Task[None] | None = None
     """The call that tells it newer bounds."""
@@ -357,7 +357,7 @@ class EnvPool:
         return worker.handle.call(lambda actor: actor.set_endpoints(endpoints))
 
     def _send_bounds(self, worker: _Worker) -> None:
-        """Tell a worker the bounds, one call at a time: to one that is stopped they would pile up."""
+        """Tell a worker the bounds, one call at a time: they would pile up at a stopped one."""
         if worker.telling is None or worker.telling.done():
             worker.telling = self._watch_over(self._tell_bounds(worker))
 
