@@ -123,7 +123,7 @@ def test_signals_are_as_in_a_fresh_python() -> None:
     assert (
         run_python(code).stdout
         == subprocess.run(
-            ["env", "--default-signal", sys.executable, "-c", code],
+            ["env", "--default-signal=INT", sys.executable, "-c", code],
             capture_output=True,
             text=True,
             check=True,

@@ -28,7 +28,7 @@ _MARKER = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
 KEPT_PROMPTS = 4096
 KEPT_LENGTH = 1000
 """Longest message, in characters, whose tokens are kept: positions of games come again, the output
-of a tool hardly does. All that is kept takes 20 MB at most."""
+of a tool hardly does. So many messages of this length take 22 MB with their tokens (ASCII)."""
 
 
 class ChatTemplateError(Exception):

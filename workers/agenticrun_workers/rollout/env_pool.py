@@ -362,11 +362,15 @@ class EnvPool:
             worker.telling = self._watch_over(self._tell_bounds(worker))
 
     async def _tell_bounds(self, worker: _Worker) -> None:
-        with suppress(ActorDied):  # `_watch` handles dead workers
+        try:
             while worker.bounds != self._bounds:
                 bounds = self._bounds
                 await worker.handle.call(lambda actor: actor.set_bounds(bounds))
                 worker.bounds = bounds
+        except ActorDied:
+            pass  # `_watch` handles dead workers; one that lives hears of the next bounds
+        except Exception as error:
+            self._fail(error)
 
     def _add(self, handle: ActorHandle[EnvWorker]) -> None:
         worker = _Worker(handle, next(self._numbers))
