@@ -153,6 +153,7 @@ def _stop(tasks: Sequence[Task]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             task.process.wait(max(0.0, end - time.monotonic()))
         task.signal(signal.SIGKILL)
+        task.process.wait()
 
 
 def chosen_cluster(settings: Settings) -> Cluster | None:
