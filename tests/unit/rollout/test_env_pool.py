@@ -364,6 +364,22 @@ async def test_a_stopped_worker_hears_of_the_newest_bounds_only_when_it_goes_on(
     await pool.stop()
 
 
+async def test_an_error_of_a_worker_that_hears_of_bounds_ends_the_run() -> None:
+    class Broken(MortalWorker):
+        async def set_bounds(self, bounds: VersionBounds) -> None:
+            raise ZeroDivisionError("broken")
+
+    async def spawn() -> Remote:
+        return Remote(Broken(lambda _: False))
+
+    pool = EnvPool(spawn, 1)
+    await pool.start()
+    pool.set_bounds(VersionBounds(1))
+    with pytest.raises(ZeroDivisionError, match="broken"):
+        await asyncio.wait_for(pool.run(episode(0)), 20)
+    await pool.stop()
+
+
 async def test_workers_that_only_die_end_the_run() -> None:
     world = World(lambda task: True, 2)
     words = f"{MAX_DEATHS} env workers died in a row.*{MAX_DEATHS} of them while they ran 'A'"
