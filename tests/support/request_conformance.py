@@ -26,10 +26,10 @@ from sampling_conformance import SamplingConformance
 from tiny_model import CONTEXT, VOCABULARY
 
 TRIES = range(5)
-"""Number of attempts at an abort.
+"""Number of attempts at what must reach a server while it still samples.
 
-A server continues while this process waits for the processor, and may finish the request before the
-abort: then the test tries again. A server that never aborts fails every time."""
+A server continues while this process waits for the processor, and may finish first: then the test
+tries again. A server that never aborts, or knows no priorities, fails every time."""
 
 
 class RequestConformance(SamplingConformance):
@@ -60,16 +60,18 @@ class RequestConformance(SamplingConformance):
     async def test_waiting_requests_with_the_smallest_priority_begin_first(
         self, engine: InferenceEngine
     ) -> None:
-        ended: list[int] = []
-
         async def sample(priority: int, new: int) -> None:
             await engine.generate(replace(ask(prompt(4), new), priority=priority))
             ended.append(priority)
 
-        crowd = [(0, 64)] * self.SEATS + [(2, 6)] * (2 * self.SEATS) + [(1, 6)] * 4
-        await asyncio.gather(*(sample(priority, new) for priority, new in crowd))
-        last = {priority: len(ended) - ended[::-1].index(priority) for priority in (1, 2)}
-        assert last[1] < last[2] - self.SEATS // 2, "those with 2 arrived first"
+        crowd = [(0, 200)] * self.SEATS + [(2, 6)] * (2 * self.SEATS) + [(1, 6)] * 4
+        for _ in TRIES:
+            ended: list[int] = []
+            await asyncio.gather(*(sample(priority, new) for priority, new in crowd))
+            last = {priority: len(ended) - ended[::-1].index(priority) for priority in (1, 2)}
+            if in_time := last[1] < last[2] - self.SEATS // 2:
+                break
+        assert in_time, "those with 2 arrived first"
 
     async def test_an_id_in_flight_cannot_be_used_again(self, engine: InferenceEngine) -> None:
         request = ask(prompt(4), 200)
