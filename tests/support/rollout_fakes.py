@@ -158,6 +158,11 @@ class Pending(Result[Any]):
         raise AssertionError("it would block its own event loop")
 
 
+def _fail(outcome: asyncio.Future[Any], error: BaseException) -> None:
+    outcome.set_exception(error)
+    outcome.exception()  # or asyncio warns, if nothing awaits it
+
+
 class Remote(ActorHandle[Any]):
     """An object whose async methods are called like those of an actor, in this event loop."""
 
@@ -169,9 +174,7 @@ class Remote(ActorHandle[Any]):
     def kill(self) -> None:
         self.killed = True
         while self._outcomes:
-            outcome = self._outcomes.pop()
-            outcome.set_exception(ActorDied("it was killed"))
-            outcome.exception()  # or asyncio warns, if nothing awaits it
+            _fail(self._outcomes.pop(), ActorDied("it was killed"))
 
     def _call(self, call: Invocation) -> Result[Any]:
         outcome = asyncio.get_running_loop().create_future()
@@ -191,7 +194,7 @@ class Remote(ActorHandle[Any]):
         if task.cancelled():
             outcome.cancel()
         elif (error := task.exception()) is not None:
-            outcome.set_exception(error)
+            _fail(outcome, error)
         else:
             outcome.set_result(task.result())
 

@@ -347,10 +347,9 @@ class EnvPool:
 
     async def stop(self) -> None:
         """Stop watching. The actors end with the Ray session."""
-        tasks = [*self._watchers, *self._joining]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
 
     def _send_endpoints(self, worker: _Worker) -> Result[None]:
         endpoints = replace(self._endpoints, worker=worker.number)
@@ -362,15 +361,11 @@ class EnvPool:
             worker.telling = self._watch_over(self._tell_bounds(worker))
 
     async def _tell_bounds(self, worker: _Worker) -> None:
-        try:
+        with suppress(ActorDied):  # `_watch` handles dead workers
             while worker.bounds != self._bounds:
                 bounds = self._bounds
                 await worker.handle.call(lambda actor: actor.set_bounds(bounds))
                 worker.bounds = bounds
-        except ActorDied:
-            pass  # `_watch` handles dead workers; one that lives hears of the next bounds
-        except Exception as error:
-            self._fail(error)
 
     def _add(self, handle: ActorHandle[EnvWorker]) -> None:
         worker = _Worker(handle, next(self._numbers))
@@ -383,10 +378,16 @@ class EnvPool:
         self._on_change()
 
     def _watch_over(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` in the background. An error of it ends the attempt."""
         watcher = asyncio.create_task(work, name="env-worker")
         self._watchers.add(watcher)
-        watcher.add_done_callback(self._watchers.discard)
+        watcher.add_done_callback(self._ended)
         return watcher
+
+    def _ended(self, watcher: asyncio.Task[None]) -> None:
+        self._watchers.discard(watcher)
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self._fail(error)
 
     def _assign_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -422,42 +423,38 @@ class EnvPool:
     async def _watch(self, worker: _Worker) -> None:
         """Replace a worker when it dies.
 
-        An error of a live worker or a failed replacement ends the attempt.
+        Raises:
+            Exception: the worker is alive and its `collect` fails.
+            RolloutFailed: too many workers died in a row.
         """
-        try:
-            death = await self._collect_until_death(worker)
-            self._remove_dead(worker, death)
-            await self._hand_over(worker, death)
-            self._settle()
-            self._on_change()
-        except Exception as error:
-            self._fail(error)
+        death = await self._collect_until_death(worker)
+        self._remove_dead(worker, death)
+        await self._hand_over(worker, death)
+        self._settle()
+        self._on_change()
 
     async def _retire(self, worker: _Worker) -> None:
         """End a worker once its episodes have ended, or after `DRAIN_SECONDS`.
 
         The stores refuse what it sends after that, as if it had died.
         """
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(DRAIN_SECONDS):
-                    if worker.open:
-                        await worker.done.wait()
-            if worker not in self._workers:
-                return  # it has died meanwhile
-            log.info("an env worker leaves, %d stay", self._count)
-            if worker.open:
-                log.warning(
-                    "an env worker leaves before its episodes ended: %d groups are played again",
-                    len(worker.open),
-                )
-            self._remove(worker)
-            worker.watcher.cancel()
-            worker.handle.kill()
-            await self._hand_over(worker)
-            self._on_change()
-        except Exception as error:
-            self._fail(error)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                if worker.open:
+                    await worker.done.wait()
+        if worker not in self._workers:
+            return  # it has died meanwhile
+        log.info("an env worker leaves, %d stay", self._count)
+        if worker.open:
+            log.warning(
+                "an env worker leaves before its episodes ended: %d groups are played again",
+                len(worker.open),
+            )
+        self._remove(worker)
+        worker.watcher.cancel()
+        worker.handle.kill()
+        await self._hand_over(worker)
+        self._on_change()
 
     def _remove(self, worker: _Worker) -> None:
         self._workers.remove(worker)
@@ -486,7 +483,7 @@ class EnvPool:
         staying = [worker for worker in self._workers if not worker.leaving]
         surplus = len(staying) + len(self._joining) - self._count
         for _ in range(-surplus):
-            joining = asyncio.create_task(self._join(), name="env-worker-joins")
+            joining = self._watch_over(self._join())
             self._joining.add(joining)
             joining.add_done_callback(self._joining.discard)
         for joining in list(self._joining)[: max(surplus, 0)]:
@@ -499,15 +496,12 @@ class EnvPool:
             self._watch_over(self._retire(worker))
 
     async def _join(self) -> None:
-        """Add another worker. A failure ends the attempt."""
-        try:
-            handle = await self._replacement()
-            current = asyncio.current_task()
-            assert current is not None
-            self._joining.discard(current)
-            self._add(handle)
-        except Exception as error:
-            self._fail(error)
+        """Add another worker."""
+        handle = await self._replacement()
+        current = asyncio.current_task()
+        assert current is not None
+        self._joining.discard(current)
+        self._add(handle)
 
     async def _replacement(self) -> ActorHandle[EnvWorker]:
         """Start another worker, also if the first ones die before they are ready.
