@@ -27,7 +27,7 @@ from agenticrun_workers.algorithms.correction import (
     RATIO,
     RATIO_KEPT,
     TOKENS,
-    Bounds,
+    PackedTokens,
 )
 from agenticrun_workers.algorithms.kernels import Discounts, TokenRewards, Values
 from agenticrun_workers.algorithms.kl import K3_LIMIT
@@ -255,20 +255,16 @@ def correct_tokens(
     last: int,
     cu_N1: Integers,
     cu_seqlens_S1: Integers,
-    turns_L: NDArray[np.int32],
     trains_N: Booleans,
-    old_L: NDArray[Any],
-    engine_L: NDArray[Any],
-    bounds: Bounds,
-    mask_L: Booleans,
-    weights_L: Any,
+    packed: PackedTokens,
     tally_NM: Floats,
 ) -> None:
+    bounds = packed.bounds
     lo, hi = cu_N1[first], cu_N1[last]
-    tokens = responses(first, last, cu_N1, turns_L)
+    tokens = responses(first, last, cu_N1, packed.turns_L)
     old_M, engine_M = (
-        old_L[tokens.at_M].astype(np.float64),
-        engine_L[tokens.at_M].astype(np.float64),
+        packed.old_L[tokens.at_M].astype(np.float64),
+        packed.engine_L[tokens.at_M].astype(np.float64),
     )
     log_M, diff_M = old_M - engine_M, np.exp(old_M) - np.exp(engine_M)
     sequence_M = np.searchsorted(cu_seqlens_S1, tokens.at_M, "right") - 1
@@ -303,10 +299,10 @@ def correct_tokens(
         if bounds.weight_level == level:
             weight_M = np.minimum(ratio_M, bounds.weight_high)
             columns[CLIPPED] = weight_M != ratio_M
-            weights_L[lo:hi] = 0.0
-            weights_L[tokens.at_M] = weight_M
-    mask_L[lo:hi] = False
-    mask_L[tokens.at_M] = kept_M
+            packed.weights_L[lo:hi] = 0.0
+            packed.weights_L[tokens.at_M] = weight_M
+    packed.mask_L[lo:hi] = False
+    packed.mask_L[tokens.at_M] = kept_M
     columns[KEPT] = kept_M
     _add_columns(tally_NM, tokens.trajectory_M, [columns[i] for i in range(len(columns))])
 

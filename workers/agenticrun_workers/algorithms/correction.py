@@ -29,11 +29,7 @@ from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers
 
 Level = Literal["token", "segment", "geometric", "sequence"]
 LEVELS = ("token", "segment", "geometric", "sequence")
-"""Levels of the train-inference ratio.
-
-The ratio of a token; exp of the mean log ratio over the turn; over the sequence; exp of the SUM
-over the sequence.
-"""
+TOKEN, SEGMENT, GEOMETRIC, SEQUENCE = range(len(LEVELS))
 
 # Columns of the tallies that the correction keeps per trajectory, over its response tokens.
 TOKENS = 0
@@ -117,19 +113,18 @@ def correct(
     engine_logprobs_L: NDArray[Any],
 ) -> Correction:
     """Return mask and weights of packed tokens; for the arrays see `Tokens`."""
-    bounds = _bounds(spec)
     mask_L = np.empty(len(turns_L), np.bool_)
     weights_L = np.empty(len(turns_L), np.float32) if spec.weight else None
     tally_NM = np.zeros((len(trains_N), COLUMNS))
-    arrays = (
+    tokens = PackedTokens(
+        turns_L,
         old_logprobs_L,
         engine_logprobs_L,
-        bounds,
         mask_L,
         NOTHING.copy() if weights_L is None else weights_L,
-        tally_NM,
+        _bounds(spec),
     )
-    run(correct_tokens, cu_trajectories_N1, cu_seqlens_S1, turns_L, trains_N, *arrays)
+    run(correct_tokens, cu_trajectories_N1, cu_seqlens_S1, trains_N, tokens, tally_NM)
     return Correction(mask_L, weights_L, tally_NM)
 
 
@@ -222,31 +217,35 @@ def bounded_exp(log_ratio: float) -> float:
     return fast_exp(min(max(log_ratio, -LOG_LIMIT), LOG_LIMIT))
 
 
+class PackedTokens(NamedTuple):
+    """What every level reads and writes: packed tokens and the bounds."""
+
+    turns_L: NDArray[np.int32]
+    old_L: NDArray[Any]
+    engine_L: NDArray[Any]
+    mask_L: Booleans
+    weights_L: Any
+    bounds: Bounds
+
+
 @compiled_in_lanes
 def token_level(
-    start: int,
-    stop: int,
-    trains: bool,
-    old_L: NDArray[Any],
-    engine_L: NDArray[Any],
-    bounds: Bounds,
-    blocks: Floats,
-    mask_L: Booleans,
-    weights_L: Any,
-    tally: Floats,
+    start: int, stop: int, trains: bool, tokens: PackedTokens, blocks: Floats, tally: Floats
 ) -> tuple[float, float]:
     """Apply the token level to the response tokens in [start, stop), at most BLOCK.
 
     Returns:
         sums of their log ratios and of their differences of probabilities.
     """
+    old_L, engine_L, bounds = tokens.old_L, tokens.engine_L, tokens.bounds
+    mask_L, weights_L = tokens.mask_L, tokens.weights_L
     for i in range(stop - start):
         old, engine = np.float64(old_L[start + i]), np.float64(engine_L[start + i])
         blocks[0, i] = old - engine
         blocks[1, i] = min(max(fast_exp(old - engine), RATIO_FLOOR), RATIO_CEILING)
         blocks[2, i] = fast_exp(old) - fast_exp(engine)
-    ratio_low, ratio_high = bounds.ratio_low[0], bounds.ratio_high[0]
-    diff_low, diff_high = bounds.diff_low[0], bounds.diff_high[0]
+    ratio_low, ratio_high = bounds.ratio_low[TOKEN], bounds.ratio_high[TOKEN]
+    diff_low, diff_high = bounds.diff_low[TOKEN], bounds.diff_high[TOKEN]
     log_sum, gap, ratio_sum, diff_sum, ratios_kept, diffs_kept = 0.0, 0.0, 0.0, 0.0, 0, 0
     for i in range(stop - start):
         log_ratio, ratio, diff = blocks[0, i], blocks[1, i], blocks[2, i]
@@ -264,7 +263,7 @@ def token_level(
     tally[DIFF] += diff_sum
     tally[RATIO_KEPT] += ratios_kept
     tally[DIFF_KEPT] += diffs_kept
-    if bounds.weight_level == 0:
+    if bounds.weight_level == TOKEN:
         upper, clipped = bounds.weight_high, 0
         for i in range(stop - start):
             clipped += blocks[1, i] > upper
@@ -275,38 +274,79 @@ def token_level(
 
 @compiled
 def settle(
+    level: int,
     start: int,
     stop: int,
-    turns_L: NDArray[np.int32],
-    level: int,
-    ratio: float,
+    count: int,
+    log_ratio: float,
     diff: float,
-    tokens: float,
-    bounds: Bounds,
-    mask_L: Booleans,
-    weights_L: Any,
+    tokens: PackedTokens,
     tally: Floats,
 ) -> None:
-    """Apply one level to response tokens that share a ratio and a difference.
-
-    Args:
-        start, stop: range of positions.
-        tokens: number of response tokens in the range.
-    """
+    """Apply one level to the `count` response tokens in [start, stop), which share both values."""
+    bounds, ratio = tokens.bounds, bounded_exp(log_ratio)
     ratio_kept = bounds.ratio_low[level] <= ratio <= bounds.ratio_high[level]
     diff_kept = bounds.diff_low[level] <= diff <= bounds.diff_high[level]
-    tally[RATIO + level] += tokens * ratio
-    tally[DIFF + level] += tokens * diff
-    tally[RATIO_KEPT + level] += tokens * ratio_kept
-    tally[DIFF_KEPT + level] += tokens * diff_kept
+    tally[RATIO + level] += count * ratio
+    tally[DIFF + level] += count * diff
+    tally[RATIO_KEPT + level] += count * ratio_kept
+    tally[DIFF_KEPT + level] += count * diff_kept
     if not (ratio_kept and diff_kept):
         for t in range(start, stop):
-            mask_L[t] = False
+            tokens.mask_L[t] = False
     if bounds.weight_level == level:
         weight = min(ratio, bounds.weight_high)
-        tally[CLIPPED] += tokens * (weight != ratio)
+        tally[CLIPPED] += count * (weight != ratio)
         for t in range(start, stop):
-            weights_L[t] = weight if turns_L[t] >= 0 else 0.0
+            tokens.weights_L[t] = weight if tokens.turns_L[t] >= 0 else 0.0
+
+
+@compiled
+def correct_turn(
+    start: int, end: int, trains: bool, tokens: PackedTokens, blocks: Floats, tally: Floats
+) -> tuple[int, int, float, float]:
+    """Apply the token level and the segment level to the first turn in [start, end).
+
+    Returns:
+        where the next turn begins, or `end`; the number of the turn's response tokens; the sums of
+        their log ratios and of their differences of probabilities.
+    """
+    turns_L = tokens.turns_L
+    turn, count, log_sum, diff_sum = -1, 0, 0.0, 0.0
+    t = start
+    while t < end and (turn < 0 or turns_L[t] < 0 or turns_L[t] == turn):
+        if turns_L[t] < 0:
+            tokens.mask_L[t] = False
+            if tokens.bounds.weight_level >= 0:
+                tokens.weights_L[t] = 0.0
+            t += 1
+            continue
+        turn, stop = turns_L[t], t + 1
+        while stop < end and stop - t < BLOCK and turns_L[stop] == turn:
+            stop += 1
+        logs, diffs = token_level(t, stop, trains, tokens, blocks, tally)
+        count, log_sum, diff_sum = count + stop - t, log_sum + logs, diff_sum + diffs
+        t = stop
+    if count:
+        settle(SEGMENT, start, t, count, log_sum / count, diff_sum / count, tokens, tally)
+    return t, count, log_sum, diff_sum
+
+
+@compiled
+def correct_sequence(
+    start: int, end: int, trains: bool, tokens: PackedTokens, blocks: Floats, tally: Floats
+) -> None:
+    """Apply all levels to the sequence in [start, end)."""
+    count, log_sum, diff_sum = 0, 0.0, 0.0
+    t = start
+    while t < end:
+        t, responses, logs, diffs = correct_turn(t, end, trains, tokens, blocks, tally)
+        count, log_sum, diff_sum = count + responses, log_sum + logs, diff_sum + diffs
+    if count:
+        settle(GEOMETRIC, start, end, count, log_sum / count, diff_sum / count, tokens, tally)
+        settle(SEQUENCE, start, end, count, log_sum, diff_sum, tokens, tally)
+    tally[TOKENS] += count
+    tally[KEPT] += tokens.mask_L[start:end].sum()
 
 
 @compiled
@@ -315,106 +355,16 @@ def correct_tokens(
     last: int,
     cu_N1: Integers,
     cu_seqlens_S1: Integers,
-    turns_L: NDArray[np.int32],
     trains_N: Booleans,
-    old_L: NDArray[Any],
-    engine_L: NDArray[Any],
-    bounds: Bounds,
-    mask_L: Booleans,
-    weights_L: Any,
+    tokens: PackedTokens,
     tally_NM: Floats,
 ) -> None:
     """Fill the mask, the weights (0 outside responses) and the tallies."""
     blocks = np.empty((3, BLOCK))
     for n in range(first, last):
-        tally = tally_NM[n]
         end = cu_N1[n]
         sequence = np.searchsorted(cu_seqlens_S1, end, "right")
         while end < cu_N1[n + 1]:
-            begin, end = end, cu_seqlens_S1[sequence]
+            start, end = end, cu_seqlens_S1[sequence]
             sequence += 1
-            length, log_sum, diff_sum = 0, 0.0, 0.0
-            t = begin
-            while t < end:
-                turn_begin, turn_length, turn_log, turn_diff = t, 0, 0.0, 0.0
-                turn = -1
-                while t < end and (turn < 0 or turns_L[t] < 0 or turns_L[t] == turn):
-                    if turns_L[t] < 0:
-                        mask_L[t] = False
-                        if bounds.weight_level >= 0:
-                            weights_L[t] = 0.0
-                        t += 1
-                        continue
-                    turn, stop = turns_L[t], t + 1
-                    while stop < end and stop - t < BLOCK and turns_L[stop] == turn:
-                        stop += 1
-                    logs, diffs = token_level(
-                        t,
-                        stop,
-                        trains_N[n],
-                        old_L,
-                        engine_L,
-                        bounds,
-                        blocks,
-                        mask_L,
-                        weights_L,
-                        tally,
-                    )
-                    turn_length, turn_log, turn_diff = (
-                        turn_length + stop - t,
-                        turn_log + logs,
-                        turn_diff + diffs,
-                    )
-                    t = stop
-                if turn_length > 0:
-                    ratio, diff = bounded_exp(turn_log / turn_length), turn_diff / turn_length
-                    settle(
-                        turn_begin,
-                        t,
-                        turns_L,
-                        1,
-                        ratio,
-                        diff,
-                        turn_length,
-                        bounds,
-                        mask_L,
-                        weights_L,
-                        tally,
-                    )
-                    length, log_sum, diff_sum = (
-                        length + turn_length,
-                        log_sum + turn_log,
-                        diff_sum + turn_diff,
-                    )
-            if length > 0:
-                settle(
-                    begin,
-                    end,
-                    turns_L,
-                    2,
-                    bounded_exp(log_sum / length),
-                    diff_sum / length,
-                    length,
-                    bounds,
-                    mask_L,
-                    weights_L,
-                    tally,
-                )
-                settle(
-                    begin,
-                    end,
-                    turns_L,
-                    3,
-                    bounded_exp(log_sum),
-                    diff_sum,
-                    length,
-                    bounds,
-                    mask_L,
-                    weights_L,
-                    tally,
-                )
-            tally[TOKENS] += length
-            kept = 0
-            for i in range(begin, end):
-                kept += mask_L[i]
-            tally[KEPT] += kept
+            correct_sequence(start, end, trains_N[n], tokens, blocks, tally_NM[n])
