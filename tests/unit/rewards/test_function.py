@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -43,6 +45,24 @@ def picky(episode: JudgedEpisode) -> float:
     return 1 / len(episode.answer)
 
 
+def quits(episode: JudgedEpisode) -> float:
+    sys.exit(2)
+
+
+async def quits_later(episode: JudgedEpisode) -> float:
+    sys.exit(2)
+
+
+async def is_cancelled(episode: JudgedEpisode) -> float:
+    raise asyncio.CancelledError("inner")
+
+
+def hangs(episode: JudgedEpisode) -> float:
+    while episode.answer == "":
+        time.sleep(0.01)
+    return 1.0
+
+
 class Constant:
     """A judge of its own."""
 
@@ -58,8 +78,6 @@ class Constant:
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "my_rewards", sys.modules[__name__])
 
 
@@ -80,6 +98,27 @@ async def test_what_a_function_raises_fails_one_episode() -> None:
     assert good == pytest.approx(1 / 3)
     assert isinstance(bad, JudgeFailed)
     assert str(bad) == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize(
+    ("type", "message"),
+    [
+        ("quits", "SystemExit: 2"),
+        ("quits_later", "SystemExit: 2"),
+        ("is_cancelled", "CancelledError: inner"),
+    ],
+)
+async def test_a_function_ends_neither_the_process_nor_the_call(type: str, message: str) -> None:
+    judgements = await make_judge(f"my_rewards:{type}", {}).judge([episode(), episode()])
+    assert [str(judgement) for judgement in judgements] == [message] * 2
+
+
+async def test_calls_that_hang_do_not_stand_in_the_way_of_later_ones() -> None:
+    judge = make_judge("my_rewards:hangs", {})
+    for _ in range(2 * judge.calls_at_once):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(judge.judge([episode("")]), 0.02)
+    assert await asyncio.wait_for(judge.judge([episode("yes")]), 30) == [1.0]
 
 
 async def test_a_class_that_judges_is_used_as_it_is() -> None:

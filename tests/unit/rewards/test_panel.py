@@ -167,7 +167,7 @@ async def test_a_late_judge_fails_its_call() -> None:
     assert error_of(judged) == "judge style: it took more than 0.05 s"
 
 
-def _raise(error: Exception) -> Judgement:
+def _raise(error: BaseException) -> Judgement:
     raise error
 
 
@@ -176,6 +176,9 @@ def _raise(error: Exception) -> Judgement:
     [
         (FakeJudge(lambda e: _raise(RuntimeError("boom"))), "RuntimeError: boom"),
         (FakeJudge(lambda e: _raise(JudgeFailed("gone"))), "gone"),
+        (FakeJudge(lambda e: _raise(TimeoutError("no route"))), "TimeoutError: no route"),
+        (FakeJudge(lambda e: _raise(SystemExit(2))), "SystemExit: 2"),
+        (FakeJudge(lambda e: _raise(asyncio.CancelledError("inner"))), "CancelledError: inner"),
         (FakeJudge(lambda e: "high"), "ValueError: could not convert string to float: 'high'"),  # type: ignore[arg-type,return-value]
     ],
 )

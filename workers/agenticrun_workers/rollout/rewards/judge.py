@@ -7,11 +7,20 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.envs.calls import (
+    MAX_HANGING,
+    Outcome,
+    attempt,
+    hanging,
+    in_task,
+    in_thread,
+    one_line,
+)
 from agenticrun_workers.plugins import (
     ErrorTypes,
     PluginConfigError,
@@ -188,48 +197,40 @@ class _Anything(dict[str, Any]):
         return key
 
 
-MAX_THREADS = 8
-
-
 class FunctionJudge:
     """Judge that calls `function(episode, **arguments) -> float`, sync or async.
 
     An async function scores the episodes of a call concurrently. A sync one runs in a thread, one
-    episode after another.
+    episode after another; a thread that hangs is abandoned.
 
     Raises:
         TypeError: the function does not accept these arguments.
     """
 
     episodes_per_call: int | None = None
-    calls_at_once = MAX_THREADS
+    calls_at_once = 8
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         inspect.signature(function).bind(None, **arguments)
-        self._function = function
-        self._arguments = dict(arguments)
-        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="judge")
+        self._function = partial(function, **arguments)
 
     async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
-        """See `Judge`. An exception of the function fails only its own episode."""
+        """See `Judge`. Whatever the function raises fails only its own episode."""
         if inspect.iscoroutinefunction(self._function):
-            return list(await asyncio.gather(*map(self._await_one, episodes)))
-        return await asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: list(map(self._call_one, episodes))
-        )
+            outcomes = await asyncio.gather(
+                *(in_task(self._function(episode)) for episode in episodes)
+            )
+        else:
+            outcomes = [await self._in_thread(episode) for episode in episodes]
+        return [_judgement(outcome) for outcome in outcomes]
 
-    async def _await_one(self, episode: JudgedEpisode) -> Judgement:
-        try:
-            return float(await self._function(episode, **self._arguments))
-        except Exception as error:  # a user's function may raise anything
-            return _failure(error)
-
-    def _call_one(self, episode: JudgedEpisode) -> Judgement:
-        try:
-            return float(self._function(episode, **self._arguments))
-        except Exception as error:  # a user's function may raise anything
-            return _failure(error)
+    async def _in_thread(self, episode: JudgedEpisode) -> Outcome:
+        if hanging() >= MAX_HANGING:
+            raise JudgeFailed(f"{MAX_HANGING} earlier calls hang forever")
+        return await in_thread(partial(attempt, self._function, episode))
 
 
-def _failure(error: Exception) -> JudgeFailed:
-    return JudgeFailed(f"{type(error).__name__}: {error}")
+def _judgement(outcome: Outcome) -> Judgement:
+    if outcome.error is None:
+        outcome = attempt(float, outcome.value)
+    return outcome.value if outcome.error is None else JudgeFailed(one_line(outcome.error))

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from agenticrun_api import Pipeline
 from agenticrun_api.environments import RewardSpec
+from agenticrun_workers.envs.calls import Outcome, in_task, one_line
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.plugins import PluginConfigError, PluginError
+from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.rollout.rewards.judge import (
     Judge,
     JudgedEpisode,
@@ -30,9 +32,6 @@ log = logging.getLogger(__name__)
 
 MAX_CACHED = 65_536
 """Size of a judge's LRU cache of scores."""
-
-MAX_LOGGED = 20
-"""Maximum number of distinct problems that are logged per judge."""
 
 WINDOW_SECONDS = 0.005
 """Seconds that an episode waits for others to share its call."""
@@ -125,7 +124,7 @@ class _JudgeQueue:
     _window: asyncio.TimerHandle | None = None
     _calls: set[asyncio.Task[None]] = field(default_factory=set)
     _free: asyncio.Semaphore = field(init=False)
-    _logged: set[str] = field(default_factory=set)
+    _log: LogOnce = field(default_factory=lambda: LogOnce(log.warning))
 
     def __post_init__(self) -> None:
         self._free = asyncio.Semaphore(self.judge.calls_at_once)
@@ -199,26 +198,27 @@ class _JudgeQueue:
         limit = self.spec.timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                judgements = [_checked(judgement) for judgement in await self.judge.judge(episodes)]
-            if len(judgements) != len(episodes):
-                raise JudgeFailed(f"it gave {len(judgements)} scores for {len(episodes)} episodes")
+                outcome = await in_task(self._answer(episodes))
         except TimeoutError:
-            judgements = [JudgeFailed(f"it took more than {limit:g} s")] * len(episodes)
-        except JudgeFailed as failure:
-            judgements = [failure] * len(episodes)
-        except Exception as error:  # a judge is a user's code and may raise anything
-            judgements = [JudgeFailed(f"{type(error).__name__}: {error}")] * len(episodes)
-        for problem in {
-            str(judgement) for judgement in judgements if isinstance(judgement, JudgeFailed)
-        }:
-            self._log_once(problem)
+            outcome = Outcome(error=JudgeFailed(f"it took more than {limit:g} s"))
+        if outcome.error is None:
+            judgements: list[Judgement] = outcome.value
+        else:
+            judgements = [_failure(outcome.error)] * len(episodes)
+        for judgement in judgements:
+            if isinstance(judgement, JudgeFailed):
+                self._log(f"judge {self.spec.name}: {judgement}")
         return judgements
 
-    def _log_once(self, message: str) -> None:
-        """Log each distinct problem once."""
-        if message not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add(message)
-            log.warning("judge %s: %s", self.spec.name, message)
+    async def _answer(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
+        judgements = [_checked(judgement) for judgement in await self.judge.judge(episodes)]
+        if len(judgements) != len(episodes):
+            raise JudgeFailed(f"it gave {len(judgements)} scores for {len(episodes)} episodes")
+        return judgements
+
+
+def _failure(error: BaseException) -> JudgeFailed:
+    return error if isinstance(error, JudgeFailed) else JudgeFailed(one_line(error))
 
 
 def _checked(judgement: Judgement) -> Judgement:
