@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 from agenticrun_api import Role
-from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.inference import EngineStats
+from agenticrun_workers.errors import InvalidConfig, RolloutFailed
+from agenticrun_workers.inference import (
+    EngineError,
+    EngineStartError,
+    EngineStats,
+    UnusableModel,
+)
 from agenticrun_workers.inference import pool as pool_module
 from agenticrun_workers.inference.pool import MAX_DEATHS, EnginePool
 from agenticrun_workers.launch import ActorDied, liveness
@@ -37,6 +42,8 @@ class Engine:
         self.frozen = False
         self.failure: Exception | None = None
         self.version: int | None = None
+
+    async def start(self) -> None: ...
 
     async def placement(self) -> Placement:
         return Placement("engine", Role.INFERENCE, self.node, "pod", 1)
@@ -97,13 +104,16 @@ class World:
         self.handles: list[Remote] = []
         self.engines: list[Any] = []
         self.seen: list[str] = []
-        self.pool = EnginePool(self._spawn, 2, self._changed)
+        self.pool = EnginePool(self._spawn, 2, self._changed, self._start)
         self.weights: Any = Weights()
 
     async def _spawn(self, engine_id: str, slot: int) -> Remote:
         self.engines.append(self._make(len(self.engines)))
         self.handles.append(Remote(self.engines[-1]))
         return self.handles[-1]
+
+    async def _start(self, engine: Any, slot: int) -> None:
+        await engine.call(lambda actor: actor.start())
 
     async def _changed(self, engines: dict[str, Any]) -> None:
         self.seen = sorted(engines)
@@ -278,7 +288,16 @@ async def test_a_frozen_engine_does_not_hold_up_a_handover(started: World) -> No
     await started.until_serving("engine-1", "engine-2")
 
 
-@pytest.mark.parametrize("broken", [Mute, lambda: Dying()], ids=["freezes", "dies"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda: Freezing(),
+        lambda: Failing(ActorDied("killed for memory")),
+        lambda: Failing(EngineError("the update was not answered in 600 s")),
+        lambda: Failing(EngineStartError("vllm was killed")),
+    ],
+    ids=["freezes", "dies", "cannot load", "cannot start"],
+)
 async def test_a_replacement_that_never_serves_is_replaced_too(broken: Callable[[], Any]) -> None:
     world = World(lambda number: broken() if number == 2 else Engine())
     await world.pool.start()
@@ -291,20 +310,50 @@ async def test_a_replacement_that_never_serves_is_replaced_too(broken: Callable[
     await world.pool.stop()
 
 
-class Dying(Engine):
-    """Dies when it gets weights."""
+class Freezing(Mute):
+    """Starts, and answers nothing more."""
+
+    async def start(self) -> None: ...
+
+
+class Failing(Engine):
+    """Fails when it starts, or when it gets weights."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    async def start(self) -> None:
+        if isinstance(self._error, EngineStartError):
+            raise self._error
 
     async def load(self, version: int) -> None:
-        raise ActorDied("killed for memory")
+        raise self._error
 
 
 async def test_engines_that_only_die_end_the_attempt() -> None:
-    world = World(lambda number: Engine() if number < 2 else Dying())
+    world = World(lambda number: Engine() if number < 2 else Failing(ActorDied("no memory")))
     await world.pool.start()
     await world.pool.update_weights(world.weights, 1)
     world.engines[0].frozen = True
     with pytest.raises(RolloutFailed, match=f"{MAX_DEATHS} engines died in a row"):
         await asyncio.wait_for(asyncio.shield(world.pool.failure), 20)
+    await world.pool.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "path"),
+    [
+        (UnusableModel("no config.json"), "spec.model.path"),
+        (EngineStartError("unknown option"), "spec.pipeline.actorInfer.strategy"),
+    ],
+)
+async def test_a_first_engine_that_cannot_start_names_its_field(
+    error: Exception, path: str
+) -> None:
+    world = World(lambda number: Failing(error))
+    with pytest.raises(InvalidConfig, match=f"{path}: {error}"):
+        await world.pool.start()
     await world.pool.stop()
 
 

@@ -468,6 +468,7 @@ async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_
     batch = await asyncio.wait_for(run.controller.batch(), 60)
     assert [r.key.member for r in batch.results] == [1, 2]
     assert [r.key.member for r in run.discarded] == [3]
+    assert batch.counts.aborted_tokens == run.discarded[0].response_tokens > 0
     assert [r.key.member for r in batch.counts.untrainable] == [0]
     assert (batch.counts.rerolled, batch.counts.length_bias) == (0, 0.0)
 

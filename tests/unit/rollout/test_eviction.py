@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from agenticrun_workers.rollout.controller import (
+    MAX_DROPPED_SHARE,
     Batch,
     RolloutController,
     RolloutPosition,
@@ -72,12 +73,20 @@ def test_the_last_environment_is_never_evicted() -> None:
 class Mixed:
     """A controller of environments A and B, of which `broken` ones fail."""
 
-    def __init__(self, *, evicts: bool = True, broken: str = "B", size: int = 4) -> None:
+    def __init__(
+        self,
+        *,
+        evicts: bool = True,
+        broken: str = "B",
+        size: int = 4,
+        staleness: int = 0,
+        backend: type[FakeBackend] = FakeBackend,
+    ) -> None:
         self.broken = set(broken)
-        self.backend = FakeBackend(self._fate)
+        self.backend = backend(self._fate)
         self.controller = RolloutController(
             self.backend,
-            StalenessGate(size, 16, 0),
+            StalenessGate(size, 64, staleness),
             GroupPlan(("A", "B"), 2, evicts=evicts),
             discard=self._discard,
             position=RolloutPosition(),
@@ -127,6 +136,21 @@ async def test_a_deterministic_run_evicts_nothing() -> None:
         batch, tried = await run.step(version)
         assert not batch.evicted
         assert tried["B"] >= 3
+
+
+async def test_groups_in_flight_of_an_evicted_environment_do_not_end_the_run() -> None:
+    """Many of them fail at once, and the first three evict it."""
+
+    class Slow(FakeBackend):
+        async def run(self, task: EpisodeTask) -> EpisodeResult:
+            if task.tag == "A":
+                await asyncio.sleep(0.05)
+            return await super().run(task)
+
+    run = Mixed(staleness=8, backend=Slow)
+    batch, _ = await run.step(0)
+    assert [group.tag for group in batch.groups] == ["A"] * 4
+    assert batch.counts.dropped > MAX_DROPPED_SHARE * 4
 
 
 async def test_a_run_whose_environments_all_fail_still_ends() -> None:

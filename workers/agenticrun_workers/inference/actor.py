@@ -15,13 +15,11 @@ from agenticrun_workers.inference.engine import (
     ABORTED_UNSAMPLED,
     STEP_SECONDS,
     EngineError,
-    EngineStartError,
     EngineStats,
     InferenceEngine,
     InvalidRequest,
     ReportsProgress,
     SupportsBroadcast,
-    UnusableModel,
 )
 from agenticrun_workers.inference.request_port import Address, RequestPort
 from agenticrun_workers.launch import current_node
@@ -126,7 +124,7 @@ class EngineActor(Traced):
             threads: CPU threads of the computation.
 
         Raises:
-            InvalidConfig: the engine cannot start with this model or these options.
+            EngineStartError: the engine cannot start; `UnusableModel` if the model is the cause.
         """
         from agenticrun_workers.inference.builder import build_engine
         from agenticrun_workers.inference.model_files import RequestLimits
@@ -136,13 +134,8 @@ class EngineActor(Traced):
             self._engine: InferenceEngine = build_engine(
                 pipeline, source, folder, gpus=gpus, threads=threads, logs=logs
             )
-            try:
-                await self._engine.start()
-                self._limits = RequestLimits.of_model(Path(folder), pipeline.sequence_length)
-            except UnusableModel as error:
-                raise InvalidConfig("spec.model.path", str(error)) from error
-            except EngineStartError as error:
-                raise InvalidConfig("spec.pipeline.actorInfer.strategy", str(error)) from error
+            await self._engine.start()
+            self._limits = RequestLimits.of_model(Path(folder), pipeline.sequence_length)
         self._port.seats = self._engine.stats().seats
         self._watcher = asyncio.create_task(self._watch(), name="engine-health")
 

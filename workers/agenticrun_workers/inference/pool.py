@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.inference.engine import EngineStats
+from agenticrun_workers.errors import InvalidConfig, RolloutFailed
+from agenticrun_workers.inference.engine import EngineStartError, EngineStats, UnusableModel
 from agenticrun_workers.inference.slow_engines import SlowEngines
-from agenticrun_workers.launch import ActorDied, ActorHandle
+from agenticrun_workers.launch import ActorHandle
 from agenticrun_workers.placement import Placement, in_leaving_order
 from agenticrun_workers.weights.sync import Receiver, SyncReport, WeightSync
 
@@ -165,8 +165,17 @@ class EnginePool:
         return max(0, len(self._slots) - self._count)
 
     async def start(self) -> None:
-        """Start all engines. Raises what `spawn` raises."""
-        await asyncio.gather(*(self._add(self._new_slot()) for _ in range(self._count)))
+        """Start all engines.
+
+        Raises:
+            InvalidConfig: one cannot start with this model or these options.
+        """
+        try:
+            await asyncio.gather(*(self._add(self._new_slot()) for _ in range(self._count)))
+        except UnusableModel as error:
+            raise InvalidConfig("spec.model.path", str(error)) from error
+        except EngineStartError as error:
+            raise InvalidConfig("spec.pipeline.actorInfer.strategy", str(error)) from error
 
     def resize(self, count: int) -> None:
         """Follow another number of engines, in the background.
@@ -397,16 +406,21 @@ class EnginePool:
             slot.engine_id = ""
 
     async def _serve(self, slot: _Slot) -> None:
-        """Start an engine in a slot, also if the first ones die before they serve.
+        """Start an engine in a slot, also if the first ones die or fail before they serve.
+
+        Other engines have served with the same settings, so no error of one ends the attempt.
 
         Raises:
+            InvalidConfig: the run's transport does not reach it.
             RolloutFailed: too many engines died in a row.
         """
         while True:
             try:
                 return await self._add(slot)
-            except ActorDied as error:
-                log.warning("a new engine died before it served: %s", error)
+            except InvalidConfig:
+                raise
+            except Exception as error:
+                log.warning("a new engine cannot serve: %s", error)
                 self._count_death("which never served", error)
 
     def _count_death(self, engine: str, death: Exception) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ from agenticrun_workers.tracing import GROUPS_READY, count
 log = logging.getLogger(__name__)
 
 MAX_DROPPED_SHARE = 4
-"""Dropped groups per group of a batch before the run fails.
+"""Dropped groups per group of a batch before the run fails, not counting evicted environments.
 
 Without this bound an environment that always fails would be retried forever.
 """
@@ -49,14 +50,14 @@ class RolloutCounts:
 
     rerolled: int = 0
     """Episodes that ran again."""
-    dropped: int = 0
-    """Groups with fewer than two trainable members (one, for groups of one)."""
+    dropped_by_tag: Counter[str] = field(default_factory=Counter)
+    """Groups with fewer than two trainable members (one, for groups of one), by environment."""
     stale_episodes: list[EpisodeResult] = field(default_factory=list)
     """Members that ran again because they had grown too old: stopped, or finished and discarded."""
     filtered: int = 0
     """Groups rejected by `groupFilter`."""
     aborted_tokens: int = 0
-    """Tokens sampled by surplus members of redundant groups."""
+    """Tokens sampled by surplus members of redundant groups, stopped or finished."""
     length_bias: float = 0.0
     """Mean sampled tokens of the kept members minus the mean of all started ones.
 
@@ -64,6 +65,11 @@ class RolloutCounts:
     """
     untrainable: list[EpisodeResult] = field(default_factory=list)
     """All untrainable episodes."""
+
+    @property
+    def dropped(self) -> int:
+        """Number of dropped groups."""
+        return self.dropped_by_tag.total()
 
     @property
     def stale(self) -> int:
@@ -298,7 +304,7 @@ class RolloutController:
         await self._discard([*finished.surplus, *(group.results if group and refused else ())])
         if group is None or refused:
             self._gate.cancel()
-            self._counts.dropped += group is None
+            self._counts.dropped_by_tag[run.tag] += group is None
             self._counts.filtered += refused
             self._check_bounds(finished.untrainable)
         else:
@@ -307,11 +313,12 @@ class RolloutController:
             count(GROUPS_READY, len(self._ready))
 
     def _check_bounds(self, untrainable: list[EpisodeResult]) -> None:
-        counts, chosen = self._counts, self._plan.filter
-        if counts.dropped > MAX_DROPPED_SHARE * self._gate.groups_per_batch and untrainable:
+        counts, chosen, evicted = self._counts, self._plan.filter, self._breaker.evicted
+        dropped = sum(n for tag, n in counts.dropped_by_tag.items() if tag not in evicted)
+        if dropped > MAX_DROPPED_SHARE * self._gate.groups_per_batch and untrainable:
             last = untrainable[-1]
             raise TooManyDropped(
-                f"{counts.dropped} groups were dropped for one batch: "
+                f"{dropped} groups were dropped for one batch: "
                 "fix the environment or its judge, or raise stepTimeoutSeconds. "
                 f"The last episode of {last.tag!r} ended with {last.stop_reason}: {last.error}"
             )

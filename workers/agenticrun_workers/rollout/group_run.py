@@ -39,7 +39,7 @@ class FinishedGroup:
     rerolled: int = 0
     """Failed episodes that ran again."""
     aborted_tokens: int = 0
-    """Tokens sampled for redundant members that were stopped."""
+    """Tokens sampled for members that the group did not need, stopped or finished."""
 
 
 class _Missing(Enum):
@@ -90,6 +90,11 @@ class GroupRun:
         self._attempts: Counter[int] = Counter()
         self._failures: Counter[int] = Counter()
         self._unneeded: list[EpisodeResult] = []
+
+    @property
+    def tag(self) -> str:
+        """The environment that it plays."""
+        return self.plan.tag(self.number)
 
     def oldest_version(self, newest: int) -> int:
         """Return the oldest policy version in its finished and running episodes.
@@ -157,7 +162,7 @@ class GroupRun:
         told = transcript and not shown
         task = EpisodeTask(
             EpisodeKey(Stream.TRAIN, self.number, member),
-            self.plan.tag(self.number),
+            self.tag,
             self._attempts[member],
             engine_version,
             transcript=told,
@@ -231,13 +236,14 @@ class GroupRun:
         self.kept = self.kept[: self.plan.group_size]
         finished.surplus = trainable(surplus)
         self._unneeded += finished.surplus
+        finished.aborted_tokens += sum(result.response_tokens for result in finished.surplus)
         kept = trainable(self.kept)
         if len(kept) < min(2, self.plan.group_size):
             finished.surplus += kept
         else:
             finished.group = self.group = Group(
                 self.number,
-                self.plan.tag(self.number),
+                self.tag,
                 tuple(sorted(kept, key=lambda result: result.key)),
                 length_bias=_length_bias(kept, self._unneeded),
             )
