@@ -31,6 +31,13 @@ class TestRayLauncher(LauncherConformance):
         assert len(_ActorClassMethodMetadata._cache) == kept
         another.kill()
 
+    async def test_an_actor_for_a_node_that_is_lost_counts_as_dead(
+        self, launcher: Launcher
+    ) -> None:
+        actor = launcher.start(ActorOptions(node_id="ab" * 28), Counter, 0)
+        with pytest.raises(ActorDied, match="doesn't exist any more"):
+            await actor.call(lambda actor: actor.add(1))
+
     async def test_no_call_after_the_kill_is_answered_although_ray_takes_its_time(
         self,
         counter: ActorHandle[Counter],

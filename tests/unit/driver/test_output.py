@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +88,31 @@ async def test_files_are_copied_while_the_run_trains_and_at_its_end(
     with pytest.raises(RuntimeError, match="training failed"):
         await training()
     assert target.read("driver.log") == b"the last line"
+
+
+async def test_a_copy_under_way_at_the_end_does_not_replace_the_last_one(
+    tmp_path: Path, target: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COPY_SECONDS", 0.01)
+    began, arrived, upload = threading.Event(), threading.Event(), Folder.upload
+
+    def slow_at_first(folder: Folder, name: str, path: Path) -> None:
+        text = path.read_bytes()
+        if not began.is_set():
+            began.set()
+            time.sleep(0.3)
+            folder.write(name, text)
+            arrived.set()
+        else:
+            upload(folder, name, path)
+
+    monkeypatch.setattr(Folder, "upload", slow_at_first)
+    write(tmp_path, "metrics.jsonl", "1\n")
+    async with copied_output(tmp_path, target):
+        await asyncio.to_thread(began.wait, 60)
+        write(tmp_path, "metrics.jsonl", "1\n2\n")
+    assert await asyncio.to_thread(arrived.wait, 60)
+    assert target.read("metrics.jsonl") == b"1\n2\n"
 
 
 async def test_what_cannot_be_read_is_not_replaced_and_training_goes_on(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from agenticrun_workers.storage import Folder
@@ -85,15 +85,20 @@ async def copied_output(output: Path, target: Folder) -> AsyncIterator[None]:
         yield
         return
 
+    ended = asyncio.Event()
+
     async def repeat() -> None:
-        while True:
-            await asyncio.sleep(COPY_SECONDS)
+        last = False
+        while not last:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(COPY_SECONDS):
+                    await ended.wait()
+            last = ended.is_set()
             await asyncio.to_thread(copies.copy)
 
     copying = asyncio.create_task(repeat())
     try:
         yield
     finally:
-        copying.cancel()
-        await asyncio.gather(copying, return_exceptions=True)
-        await asyncio.to_thread(copies.copy)
+        ended.set()  # and not `cancel`: a copy under way would be the last to arrive
+        await copying

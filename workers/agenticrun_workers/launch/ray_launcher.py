@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agenticrun_workers.launch.handle import (
@@ -206,6 +212,6 @@ def _raise_ours(error: RayError) -> NoReturn:
         raise cause from error
     if isinstance(error, ActorUnavailableError):
         raise ActorUnavailable(str(error)) from error
-    if isinstance(error, RayActorError):
+    if isinstance(error, RayActorError | ActorUnschedulableError):  # or its node is lost
         raise ActorDied(str(error)) from error
     raise error
