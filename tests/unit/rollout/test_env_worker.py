@@ -529,6 +529,10 @@ class OddAgent:
         match self.does:
             case "exit":
                 raise SystemExit(1)
+            case "cancelled":
+                inner = asyncio.create_task(asyncio.sleep(60))
+                inner.cancel()
+                await inner
             case "nothing":
                 return None
             case "our metric":
@@ -545,7 +549,7 @@ class OddAgent:
         raise AssertionError
 
 
-@pytest.mark.parametrize("does", ["exit", "nothing", "no arrays", "our metric"])
+@pytest.mark.parametrize("does", ["exit", "cancelled", "nothing", "no arrays", "our metric"])
 async def test_an_agent_that_returns_no_trajectory_costs_its_episode(
     tmp_path: Path, does: str
 ) -> None:

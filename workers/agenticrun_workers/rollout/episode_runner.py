@@ -164,11 +164,13 @@ class EpisodeRunner:
             return
         try:
             running.trajectories = await self._collected(running)
-        except asyncio.CancelledError:
-            raise
         except EnvFault as fault:
             running.trajectories = [_nothing(running, fault.reason, str(fault))]
-        except BaseException as error:  # a user's agent may raise anything
+        except BaseException as error:  # a user's agent may raise anything, cancellations included
+            current = asyncio.current_task()
+            assert current is not None
+            if current.cancelling():
+                raise
             message = one_line(error)
             self._report(f"an agent failed in {task.tag}: {message}")
             running.trajectories = [_nothing(running, StopReason.ENV_ERROR, message)]
