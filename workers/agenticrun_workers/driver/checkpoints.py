@@ -283,7 +283,7 @@ class CheckpointStore:
 
     def _steps(self) -> list[Folder]:
         """Return the folders of steps, newest first; some may be half-written."""
-        return _steps_in(self._base)
+        return steps_in(self._base)
 
     def _steps_of_previous_runs(self) -> list[Folder]:
         """Return the published checkpoints of earlier runs of this name, the last saved first.
@@ -298,7 +298,7 @@ class CheckpointStore:
             other = _RUN_FOLDER.fullmatch(name)
             if other is None or other["run"] != own["run"] or name == self._base.name:
                 continue
-            for folder in _steps_in(self._base.parent / name):
+            for folder in steps_in(self._base.parent / name):
                 try:
                     manifest = read_manifest(folder)
                 except DamagedFile:
@@ -372,7 +372,8 @@ _RUN_FOLDER = re.compile(r"(?P<run>.+)-[0-9a-f]{8}")
 """The name of a run's folder on a cluster, see `folder_of`."""
 
 
-def _steps_in(base: Folder) -> list[Folder]:
+def steps_in(base: Folder) -> list[Folder]:
+    """Return the folders `step-<N>` in a folder, the newest first; some may be half-written."""
     names = [name for name in base.folders() if name.startswith("step-") and name[5:].isdigit()]
     return [base / name for name in sorted(names, key=lambda name: int(name[5:]), reverse=True)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agenticrun_api import AgenticRun
-from agenticrun_workers.driver.checkpoints import check_sizes, read_manifest
+from agenticrun_workers.driver.checkpoints import check_sizes, read_manifest, steps_in
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.models.tokenizer import load_tokenizer
@@ -63,11 +63,7 @@ def _find(checkpoint: str) -> tuple[Folder, int]:
     """Return the folder of a complete checkpoint, and its step."""
     try:
         folder = Folder(checkpoint)
-        names = [
-            name for name in folder.folders() if name.startswith("step-") and name[5:].isdigit()
-        ]
-        steps = sorted(names, key=lambda name: int(name[5:]), reverse=True)
-        for candidate in [folder, *(folder / name for name in steps)]:
+        for candidate in [folder, *steps_in(folder)]:
             if (manifest := read_manifest(candidate)) is not None:
                 check_sizes(candidate, manifest)
                 return candidate, manifest.step

@@ -99,7 +99,7 @@ class TrainerGroup:
 
     @property
     def loaders(self) -> dict[str, LoadModule]:
-        """One function per module that loads it. They raise `CheckpointMismatch`."""
+        """One function per module that loads it."""
         return {module: partial(self._load, module) for module in self._modules()}
 
     async def warm_up(self, keys: list[list[tuple[EpisodeKey, int]]]) -> Metrics:
