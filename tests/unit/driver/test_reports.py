@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from agenticrun_api import InvalidRun, Outcome
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.driver.attempt import exit_code, report_of
@@ -50,3 +52,14 @@ def test_any_other_error_is_told_in_one_line() -> None:
     report = report_of(RuntimeError("CUDA out of memory\nTried to allocate"), step=3)
     assert (report.reason, report.retryable) == ("TrainingFailed", True)
     assert report.message == "in step 3: RuntimeError: CUDA out of memory"
+
+
+@pytest.mark.parametrize("error", [OSError("caf\udce9.txt"), ActorDied("caf\udce9.txt")])
+def test_text_that_is_no_unicode_can_be_sent(error: Exception) -> None:
+    report = report_of(error, step=3)
+    assert "caf\\udce9.txt" in report.message
+    assert report.model_dump_json()
+
+
+def test_the_death_of_an_actor_may_have_no_text() -> None:
+    assert report_of(ActorDied(""), step=3).reason == "WorkerLost"

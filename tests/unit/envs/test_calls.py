@@ -88,6 +88,7 @@ ANY_ERROR = [
     (TimeoutError("the emulator is late"), "TimeoutError: the emulator is late"),
     (Unspeakable(), "Unspeakable: (it has no text)"),
     (ValueError("two\nlines"), "ValueError: two lines"),
+    (ValueError("half a pair: \ud83d"), "ValueError: half a pair: \\ud83d"),
 ]
 
 

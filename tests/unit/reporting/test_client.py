@@ -59,6 +59,20 @@ async def test_a_change_is_posted_at_once_and_commands_come_back(tmp_path: Path)
         assert last.final == REPORT
 
 
+async def test_progress_that_cannot_be_written_does_not_end_the_posts(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "state.json")
+    async with TestServer(Reporter("secret", file).app()) as server:
+        client = ReporterClient(str(server.make_url("")), "secret", lambda _: None)
+        await client.start()
+        client.update(progress(1).model_copy(update={"run_uid": "\udce9"}))
+        await asyncio.sleep(0.1)
+        client.update(progress(2))
+        async with asyncio.timeout(60):
+            while (newest := file.read().progress) is None or newest.step < 2:
+                await asyncio.sleep(0.01)
+        await client.finish(progress(3, REPORT))
+
+
 async def test_without_a_reporter_updates_return_at_once(
     unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.trace import TraceSession
 from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.warmup import Warmup
-from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.errors import InvalidConfig, utf8_text
 from agenticrun_workers.launch import ActorDied, Launcher
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 from agenticrun_workers.reporting.run_folder import record_attempt
@@ -235,15 +235,14 @@ def report_of(error: BaseException, step: int) -> FinalReport:
         return _report(Outcome.FAILED, Reason.INVALID_CONFIG, str(error), retryable=False)
     if isinstance(error, GuardTripped):
         return _report(Outcome.FAILED, "GuardTripped", str(error), retryable=False)
+    line = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, ActorDied):
-        line = str(error).strip().splitlines()[0]
         return _report(
             Outcome.FAILED,
             "WorkerLost",
             f"in step {step}: an actor that training needs is gone: {line}",
             retryable=True,
         )
-    line = next(iter(str(error).strip().splitlines()), "")
     return _report(
         Outcome.FAILED,
         "TrainingFailed",
@@ -278,7 +277,7 @@ def _report(outcome: Outcome, reason: str, message: str, *, retryable: bool) -> 
     return FinalReport(
         outcome=outcome,
         reason=reason,
-        message=message[:MAX_MESSAGE],
+        message=utf8_text(message)[:MAX_MESSAGE],
         retryable=retryable,
         time=rfc3339(time.time()),
     )

@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from agenticrun_workers.envs.env import Env, EnvFault, MetricMode, StepResult, TakesItem
+from agenticrun_workers.errors import utf8_text
 from agenticrun_workers.tracing import span
 from agenticrun_workers.types import StopReason, Stream
 
@@ -55,6 +56,7 @@ def one_line(error: BaseException) -> str:
         text = " ".join(str(error).split())
     except Exception:  # a user's __str__ may raise anything
         text = "(it has no text)"
+    text = utf8_text(text)
     short = text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} ..."
     return f"{type(error).__name__}: {short}"
 

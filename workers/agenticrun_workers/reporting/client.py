@@ -9,8 +9,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Protocol
 
-from pydantic import ValidationError
-
 from agenticrun_api import Commands, Progress
 from agenticrun_api.names import TOKEN_HEADER
 
@@ -109,7 +107,7 @@ class ReporterClient:
                 text = await response.text()
                 response.raise_for_status()
             self._on_commands(Commands.model_validate_json(text))
-        except (aiohttp.ClientError, TimeoutError, ValidationError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # also of pydantic
             if self._reachable:
                 log.warning(
                     "the reporter does not accept progress: %s: %s", type(error).__name__, error

@@ -407,7 +407,7 @@ class RecordedProgress:
             aside.write_text(progress.model_dump_json(by_alias=True, exclude_none=True))
             aside.replace(self._file)
             self._works = True
-        except OSError as error:  # a full disk does not stop training
+        except (OSError, ValueError) as error:  # a full disk does not stop training
             if self._works:
                 log.warning("cannot write %s: %s", self._file, error)
             self._works = False

@@ -226,7 +226,7 @@ class FunctionJudge:
 
     async def _in_thread(self, episode: JudgedEpisode) -> Outcome:
         if hanging() >= MAX_HANGING:
-            raise JudgeFailed(f"{MAX_HANGING} earlier calls hang forever: limit what they wait for")
+            raise JudgeFailed(f"{MAX_HANGING} earlier calls hang forever: give each a time limit")
         return await in_thread(partial(attempt, self._function, episode))
 
 
