@@ -16,7 +16,7 @@ import ray
 from agenticrun_api import AgenticRun, FinalReport, Outcome, parse_run
 from agenticrun_workers.driver.checkpoints import CheckpointStore
 from agenticrun_workers.envs import FrozenLake, StepResult
-from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.inference import UnusableModel
 from agenticrun_workers.inference.actor import EngineActor, log_folder
 from agenticrun_workers.launch import ActorOptions
 from agenticrun_workers.launch.ray_launcher import RayLauncher
@@ -284,15 +284,14 @@ def test_servers_of_engines_log_where_their_own_ray_does() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["transformers", "sglang", "vllm"])
-async def test_an_engine_that_cannot_read_its_model_names_the_models_field(
+async def test_an_engine_that_cannot_read_its_model_says_that_the_model_is_the_cause(
     tmp_path: Path, strategy: str
 ) -> None:
     """As trainers and env workers do, which fail beside it: a run reports the first error."""
     pipeline = tiny_run(actorInfer={"strategy": {"name": strategy}}).spec.pipeline
     engine = RayLauncher().start(ActorOptions(max_concurrency=2), EngineActor, "engine")
-    with pytest.raises(InvalidConfig, match=str(tmp_path)) as raised:
+    with pytest.raises(UnusableModel, match=str(tmp_path)):  # `EnginePool` names the field
         await engine.call(lambda actor: actor.start(pipeline, ModelSource(str(tmp_path)), 0, 1))
-    assert raised.value.path == "spec.model.path"
     engine.kill()
 
 

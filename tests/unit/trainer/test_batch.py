@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agenticrun_workers.algorithms.token_advantages import TokenSpec
+from agenticrun_workers.algorithms import CorrectionSpec, TokenSpec, WeightSpec
 from agenticrun_workers.driver.metrics import gap_metrics
 from agenticrun_workers.trainer.batch import RankBatch, TurnCredits, sum_gaps
 from agenticrun_workers.trainer.samples import Sample, Values
@@ -136,6 +136,19 @@ def test_the_rollouts_log_probs_are_those_that_the_engines_recorded() -> None:
     batch = RankBatch([cut_trajectory(stepwise=True)])
     assert [part.tolist() for part in batch.rollout_logprobs()] == [[0, 0, -1], [0, -1, -1]]
     assert RankBatch([]).rollout_logprobs() == []
+
+
+def test_a_rank_may_get_no_trajectory() -> None:
+    """There may be more ranks than trajectories, above all with a variance filter."""
+    batch = RankBatch([], mini_batches=[(), ()])
+    batch.old_logprobs = []
+    assert batch.logprob_gaps(version=1) == {}
+    assert batch.turn_kl("k1") == {}
+    spec = TokenSpec("reinforce", correction=CorrectionSpec(WeightSpec()), whiten_advantages=True)
+    credits = TurnCredits("reward", {}, {}, 0.0, {})
+    batch.compute_advantages(spec, credits, lambda sums: sums)
+    assert batch.mini_batch_samples(version=1) == [[], []]
+    assert batch.value_targets() == {}
 
 
 def test_the_gap_of_each_engine_counts_tokens_that_it_sampled_with_the_weights_of_now() -> None:

@@ -219,6 +219,8 @@ class RankBatch:
         `old_logprobs` must be the trainer's.
         """
         gaps: dict[str, tuple[float, float]] = {}
+        if not self.trajectories:
+            return gaps
         assert self.old_logprobs is not None
         ends = np.cumsum([trajectory.num_tokens for trajectory in self.trajectories])[:-1]
         for trajectory, old_T in zip(
