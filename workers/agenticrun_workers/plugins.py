@@ -127,7 +127,7 @@ def imported(module_name: str, attribute: str) -> Any:
     """Return an attribute (dots allowed) of a user's module. Raises `PluginImportError`."""
     try:
         target: Any = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may do anything when imported
         raise PluginImportError(
             f"importing {module_name} failed: {type(error).__name__}: {error}"
         ) from error

@@ -16,6 +16,7 @@ import pytest
 import agenticrun_workers
 from agenticrun_api.algorithm import Guards
 from agenticrun_workers.driver.engine_time import EngineTime, engine_metrics
+from agenticrun_workers.driver.evaluation import summarize, warmup_success
 from agenticrun_workers.driver.guards import guards_of
 from agenticrun_workers.driver.metrics import (
     rollout_metrics,
@@ -28,6 +29,7 @@ from agenticrun_workers.driver.progress import headline_metrics
 from agenticrun_workers.envs import EnvFault
 from agenticrun_workers.envs.calls import check_metric_names
 from agenticrun_workers.inference import EngineStats
+from agenticrun_workers.reporting.display import success_rates, validation_result
 from agenticrun_workers.rollout.controller import Batch, RolloutCounts
 from agenticrun_workers.rollout.groups import Group
 from agenticrun_workers.trainer import actor_loss, critic
@@ -119,6 +121,28 @@ def test_validation_is_averaged_per_tag_and_then_over_tags() -> None:
     assert metrics["val/B/success"] == 1.0
     assert success_of(metrics) == 0.75
     assert success_of({"val/A/score": 1.0}) is None
+
+
+def test_the_trajectories_of_an_episode_count_as_one_in_every_mean() -> None:
+    alone, branch = result(0, score=1.0), result(1, tokens=40)
+    branches = [replace(branch, key=replace(branch.key, branch=number)) for number in range(4)]
+    metrics = validation_metrics([alone, *branches])
+    assert metrics["val/score/mean"] == metrics["val/A/score"] == 0.5
+    assert metrics["val/success/mean"] == 0.5
+    lengths = [alone.response_tokens, branch.response_tokens]
+    assert metrics["val/A/response_length"] == sum(lengths) / 2
+    summary = summarize([alone, *branches], [1])["A"]
+    assert (summary.score, summary.success) == (0.5, 0.5)
+    assert summary.response_tokens == sum(lengths) / 2
+
+
+def test_a_metric_of_an_environment_s_own_is_no_tag() -> None:
+    own = replace(result(0), metrics={"success": 1.0, "easy/success": 0.0})
+    metrics = validation_metrics([own])
+    assert metrics["val/A/easy/success"] == 0.0
+    assert metrics["val/success/mean"] == validation_result(metrics) == 1.0
+    assert success_rates(metrics) == {"val/A/success": 1.0}
+    assert warmup_success(metrics) == {"val/A/warmup_success": 1.0}
 
 
 def test_environments_cannot_replace_what_we_report_of_a_tag() -> None:

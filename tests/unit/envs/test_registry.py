@@ -65,6 +65,12 @@ def test_a_failing_import_carries_the_original_error(user_module: Path) -> None:
         make_env("user_envs:Maze", {})
 
 
+def test_a_module_that_exits_when_it_is_imported_is_an_import_error(user_module: Path) -> None:
+    (user_module / "user_envs.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(EnvImportError, match="importing user_envs failed: SystemExit: 0"):
+        make_env("user_envs:Maze", {})
+
+
 def test_a_missing_class_is_an_import_error(user_module: Path) -> None:
     (user_module / "user_envs.py").write_text("")
     with pytest.raises(EnvImportError, match="user_envs has no Maze"):

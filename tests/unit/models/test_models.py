@@ -159,6 +159,17 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
         load_tokenizer(TokenizerSource(str(tmp_path)))
 
 
+def test_damaged_files_are_told_as_what_they_are(tmp_path: Path) -> None:
+    initialize_model(tmp_path, InitializeSpec(("a", "b"), hidden_size=16, heads=2, layers=1))
+    weights = next(tmp_path.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:2000])
+    with pytest.raises(ModelLoadError, match=str(tmp_path)):
+        load_model(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidConfig, match=f"no tokenizer could be loaded from {tmp_path}"):
+        load_tokenizer(TokenizerSource(str(tmp_path)))
+
+
 def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
     tokenizer = build_task_tokenizer(WORDS, 100)
     tokenizer.chat_template = None

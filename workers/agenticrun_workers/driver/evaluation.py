@@ -13,7 +13,7 @@ import numpy as np
 
 from agenticrun_api import AgenticRun, Pipeline
 from agenticrun_workers.driver.actors import RunActors
-from agenticrun_workers.driver.metrics import Metrics, validation_metrics
+from agenticrun_workers.driver.metrics import SUCCESS_OF_TAG, Metrics, validation_metrics
 from agenticrun_workers.driver.progress import Requests
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import Launcher
@@ -110,9 +110,9 @@ def warmup_success(validated: Metrics) -> Metrics:
 
 def _renamed(metrics: Metrics, name: str) -> Metrics:
     return {
-        key.removesuffix("success") + name: value
+        found[1] + name: value
         for key, value in metrics.items()
-        if key.endswith("/success")
+        if (found := SUCCESS_OF_TAG.fullmatch(key))
     }
 
 
@@ -179,6 +179,7 @@ def _of_tag(tag: str, played: list[EpisodeResult], ks: Sequence[int]) -> TagResu
         levels[group].append(succeeded)
     measured = any("success" in result.metrics for result in played)
     stops = Counter(str(result.stop_reason) for result in played)
+    metrics = _of_one_tag(tag, validation_metrics(played))
     return TagResult(
         levels=len(levels),
         episodes=len(won),
@@ -189,25 +190,25 @@ def _of_tag(tag: str, played: list[EpisodeResult], ks: Sequence[int]) -> TagResu
         }
         if measured
         else {},
-        score=float(np.mean([result.score for result in played])),
-        turns=float(np.mean([result.turns for result in played])),
-        response_tokens=float(np.mean([result.response_tokens for result in played])),
+        score=metrics["score"],
+        turns=metrics["turns"],
+        response_tokens=metrics["response_length"],
         stop={reason: count / len(played) for reason, count in stops.most_common()},
         errors=sum(not result.stop_reason.trainable for result in played),
         metrics={
             name: value
-            for name, value in _of_one_tag(tag, validation_metrics(played))
+            for name, value in metrics.items()
             if name not in SUMMARIZED and not name.startswith("stop/")
         },
     )
 
 
-def _of_one_tag(tag: str, metrics: Metrics) -> list[tuple[str, float]]:
+def _of_one_tag(tag: str, metrics: Metrics) -> Metrics:
     """Return the metrics val/<tag>/<name> by name."""
     own = f"val/{tag}/"
-    return [
-        (name.removeprefix(own), value) for name, value in metrics.items() if name.startswith(own)
-    ]
+    return {
+        name.removeprefix(own): value for name, value in metrics.items() if name.startswith(own)
+    }
 
 
 def evaluation_run(run: AgenticRun, model: str | None) -> AgenticRun:

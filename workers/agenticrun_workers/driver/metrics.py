@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,16 +71,20 @@ def validation_metrics(results: list[EpisodeResult]) -> Metrics:
     """Return means over the episodes of each tag, and over all episodes."""
     metrics = _of_envs("val", results)
     for tag, played in _by_tag(results).items():
-        metrics[f"val/{tag}/turns"] = float(np.mean([result.turns for result in played]))
-        metrics[f"val/{tag}/response_length"] = float(
-            np.mean([result.response_tokens for result in played])
+        metrics[f"val/{tag}/turns"] = _mean([result.turns for result in played], played)
+        metrics[f"val/{tag}/response_length"] = _mean(
+            [result.response_tokens for result in played], played
         )
         metrics |= {
             f"val/{tag}/{name}": value for name, value in _stop_reasons(played).items() if value
         }
-    metrics["val/score/mean"] = float(np.mean([result.score for result in results]))
+    metrics["val/score/mean"] = _mean([result.score for result in results], results)
     success = success_of(metrics)
     return metrics if success is None else {**metrics, "val/success/mean": success}
+
+
+SUCCESS_OF_TAG = re.compile(r"(val/[^/]+/)success")
+"""Not a metric of an environment's own, such as val/<tag>/easy/success."""
 
 
 def success_of(metrics: Mapping[str, float]) -> float | None:
@@ -88,11 +93,7 @@ def success_of(metrics: Mapping[str, float]) -> float | None:
     Args:
         metrics: from `validation_metrics`.
     """
-    values = [
-        value
-        for name, value in metrics.items()
-        if name.startswith("val/") and name.endswith("/success")
-    ]
+    values = [value for name, value in metrics.items() if SUCCESS_OF_TAG.fullmatch(name)]
     return float(np.mean(values)) if values else None
 
 
@@ -204,13 +205,12 @@ def _success(name: str, results: Iterable[EpisodeResult]) -> Metrics:
     measured = [result for result in results if "success" in result.metrics]
     if not measured:
         return {}
-    return {
-        name: float(
-            np.average(
-                [result.metrics["success"] for result in measured], weights=_shares(measured)
-            )
-        )
-    }
+    return {name: _mean([result.metrics["success"] for result in measured], measured)}
+
+
+def _mean(values: ArrayLike, results: Sequence[EpisodeResult]) -> float:
+    """Return the mean over episodes of a value of each trajectory."""
+    return float(np.average(np.asarray(values, np.float64), weights=_shares(results)))
 
 
 def _shares(results: Sequence[EpisodeResult]) -> list[float]:
@@ -246,9 +246,7 @@ def _of_envs(prefix: str, results: list[EpisodeResult]) -> Metrics:
     metrics: Metrics = {}
     for tag, played in _by_tag(results).items():
         shares = _shares(played)
-        metrics[f"{prefix}/{tag}/score"] = float(
-            np.average([result.score for result in played], weights=shares)
-        )
+        metrics[f"{prefix}/{tag}/score"] = _mean([result.score for result in played], played)
         sums: dict[str, float] = defaultdict(float)
         for result, share in zip(played, shares, strict=True):
             for name, value in result.metrics.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -97,7 +98,7 @@ def load_model(
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
             )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ModelLoadError(
             f"no causal language model could be loaded from {path}: {error}"
         ) from error

@@ -56,9 +56,10 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
             return _fast(Path(folder))
     try:
         tokenizer = _from_path(source.path, source.trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # tokenizers raises plain ones for a broken file
         raise InvalidConfig(
-            "spec.model.path", f"no tokenizer could be loaded from {source.path}: {error}"
+            "spec.model.path",
+            f"no tokenizer could be loaded from {source.path}: {type(error).__name__}: {error}",
         ) from error
     if not tokenizer.chat_template:
         raise InvalidConfig(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -220,11 +221,7 @@ def remaining_seconds(progress: Progress) -> float | None:
 
 def validation_result(metrics: Mapping[str, float]) -> float | None:
     """Return the mean success of a validation; its mean score if success is not measured."""
-    rates = [
-        value
-        for name, value in metrics.items()
-        if name.startswith("val/") and name.endswith("/success")
-    ]
+    rates = [value for name, value in metrics.items() if re.fullmatch("val/[^/]+/success", name)]
     return sum(rates) / len(rates) if rates else metrics.get("val/score/mean")
 
 
@@ -387,9 +384,5 @@ def alarms(metrics: Mapping[str, float]) -> list[str]:
 
 def success_rates(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return val/<tag>/success and its baselines, by name."""
-    endings = ("/success", "/random_success", "/warmup_success")
-    return {
-        name: value
-        for name, value in metrics.items()
-        if name.startswith("val/") and name.endswith(endings)
-    }
+    wanted = re.compile("val/[^/]+/(random_|warmup_)?success")
+    return {name: value for name, value in metrics.items() if wanted.fullmatch(name)}
