@@ -114,8 +114,8 @@ class Progress(Model):
 class LiveConfig(Model):
     """The settings that may change while the run trains.
 
-    They take effect after the current step, `replicas` at once. The schedule of the learning rate
-    keeps the length that it had at the start.
+    They take effect after the current step, `replicas` at once. The schedules of the learning rates
+    are stretched to other `max_steps`.
     """
 
     generation: Number

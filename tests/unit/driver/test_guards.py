@@ -119,6 +119,16 @@ def test_a_resumed_run_that_was_saved_with_its_alarm_up_still_fails() -> None:
         watch.enforce()
 
 
+def test_an_alarm_that_is_up_when_settings_change_keeps_its_reason() -> None:
+    watch = GuardWatch(Guards(min_entropy=0.5, patience=2))
+    for _ in range(2):
+        watch.observe(entropy(0.1))
+    watch.configure(Guards(min_entropy=0.5, patience=2, action="Fail"))
+    watch.observe({})
+    with pytest.raises(GuardTripped, match=r"actor/entropy is 0\.1, below .* for 2 steps"):
+        watch.enforce()
+
+
 VALUES = st.lists(st.one_of(st.none(), st.floats(0, 1)), max_size=30)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from agenticrun_workers.types import Stream
 from agenticrun_workers.weights.sync import SyncReport
 from agenticrun_workers.weights.transports import Transport
 from rollout_fakes import FakeBackend
+from waiting import eventually_in_loop
 
 
 class Sink:
@@ -137,10 +138,13 @@ class Run:
             failures=[self.failure],
         )
         self.loop = Loop(parts, resume)
+        self.warm_up_waits = asyncio.Event()
+        self.warm_up_waits.set()
 
-    async def steps(self) -> AsyncIterator[Metrics]:
+    async def steps(self) -> AsyncGenerator[Metrics, None]:
         if self.pipeline.warmup:
             self.events.append("warm up")
+            await self.warm_up_waits.wait()
             yield {"warmup/loss": 1.0}
 
     async def freeze_reference(self) -> None:
@@ -523,6 +527,22 @@ async def test_a_stop_during_the_warm_up_saves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StopRequested):
         await run.loop.run()
     assert run.store.newest() is None
+
+
+@pytest.mark.parametrize("ends", ["a stop", "a failure"])
+async def test_the_run_ends_while_the_warm_up_waits_for_its_episodes(
+    tmp_path: Path, ends: str
+) -> None:
+    run = Run(tmp_path, warmup={"steps": 1})
+    run.warm_up_waits.clear()
+    training = asyncio.create_task(run.loop.run())
+    await eventually_in_loop(lambda: "warm up" in run.events, 60, "it warms up")
+    if ends == "a stop":
+        run.requests.stop.set()
+    else:
+        run.failure.set_exception(RolloutFailed("no engines are left"))
+    with pytest.raises((StopRequested, RolloutFailed)):
+        await asyncio.wait_for(training, 60)
 
 
 async def test_checkpoints_come_when_due_and_when_asked_for(tmp_path: Path) -> None:

@@ -78,11 +78,15 @@ class GuardWatch:
     """
 
     def __init__(self, spec: Guards, state: Mapping[str, int] | None = None) -> None:
-        self._spec = spec
-        self._guards = guards_of(spec)
-        self._streaks = {guard.name: (state or {}).get(guard.name, 0) for guard in self._guards}
+        self._streaks = dict(state or {})
         self._reasons: dict[str, str] = {}
         self._unmeasured: Counter[str] = Counter()
+        self.configure(spec)
+
+    def configure(self, spec: Guards) -> None:
+        """Take other bounds over. The steps that are counted stay."""
+        self._spec, self._guards = spec, guards_of(spec)
+        self._streaks = {guard.name: self._streaks.get(guard.name, 0) for guard in self._guards}
 
     @property
     def state(self) -> GuardState:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -233,7 +234,7 @@ class Loop:
         config = self._parts.requests.config
         if config is not None and config.generation > self._parts.progress.generation:
             self._pipeline = config.applied_to(self._pipeline)
-            self._guards = GuardWatch(self._pipeline.guards, self._guards.state)
+            self._guards.configure(self._pipeline.guards)
             await self._plan_schedules()
             self._parts.validator.configure(self._pipeline)
             self._parts.progress.configured(config)
@@ -276,14 +277,14 @@ class Loop:
         steps = self._pipeline.warmup.steps if self._pipeline.warmup else 0
         done = 0
         with span("warmup"):
-            async for metrics in self._parts.warmup.steps():
-                self._parts.requests.check_stop()
-                done += 1
-                self._parts.progress.metrics(metrics)
-                self._parts.progress.activity(
-                    Activity.WARMUP,
-                    f"warm-up step {done} of {steps}, loss {metrics['warmup/loss']:.3f}",
-                )
+            async with aclosing(self._parts.warmup.steps()) as taken:
+                while (metrics := await self._guarded(_next(taken))) is not None:
+                    done += 1
+                    self._parts.progress.metrics(metrics)
+                    self._parts.progress.activity(
+                        Activity.WARMUP,
+                        f"warm-up step {done} of {steps}, loss {metrics['warmup/loss']:.3f}",
+                    )
         await self._parts.trainers.freeze_reference()
         if self._parts.validator.enabled:
             with span("random_baseline"):
@@ -417,6 +418,11 @@ class Loop:
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`; raise if a stop is requested or a part of the run fails first."""
         return await self._parts.requests.unless_stopped(work, self._parts.failures)
+
+
+async def _next(metrics: AsyncIterator[Metrics]) -> Metrics | None:
+    """Return None at the end."""
+    return await anext(metrics, None)
 
 
 TRACED_METRICS = ("staleness/mean", "staleness/max", "rollout/queue_depth")

@@ -7,7 +7,7 @@ teaches the format of an answer, not which answer is right.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.driver.trainer_group import TrainerGroup, balance
@@ -39,7 +39,7 @@ class Warmup:
         self._discard = discard
         self._tags = tag_cycle(pipeline.train_envs.shares())
 
-    async def steps(self) -> AsyncIterator[Metrics]:
+    async def steps(self) -> AsyncGenerator[Metrics, None]:
         """Take the supervised steps and yield the metrics of each; nothing without a warm-up.
 
         The optimizer forgets its state after the last one.
