@@ -133,6 +133,43 @@ async def test_what_cannot_be_read_is_not_replaced_and_training_goes_on(
     assert "the output stays in the head pod" in caplog.text
 
 
+async def test_a_later_attempt_on_a_pod_without_the_history_does_not_replace_it(
+    tmp_path: Path, target: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target.write("metrics.jsonl", b"1\n2\n3\n")
+
+    def breaks_half_way(folder: Folder, name: str, path: Path) -> None:
+        path.write_bytes(folder.read(name)[:2])
+        raise OSError("connection reset")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Folder, "download", breaks_half_way)
+        async with copied_output(tmp_path, target):
+            assert not (tmp_path / "metrics.jsonl").exists()
+            write(tmp_path, "metrics.jsonl", "4\n")
+    async with copied_output(tmp_path, target):
+        write(tmp_path, "metrics.jsonl", "4\n5\n")
+    assert target.read("metrics.jsonl") == b"1\n2\n3\n"
+    assert [path.name for path in tmp_path.glob("*.part")] == []
+
+
+def test_a_file_that_storage_refuses_does_not_stop_the_others(
+    tmp_path: Path, target: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = Folder.upload
+
+    def picky(folder: Folder, name: str, path: Path) -> None:
+        if name == "a":
+            raise OSError("name too short")
+        upload(folder, name, path)
+
+    monkeypatch.setattr(Folder, "upload", picky)
+    write(tmp_path, "a", "")
+    write(tmp_path, "metrics.jsonl", "1\n")
+    OutputCopy(tmp_path, target).copy()
+    assert target.read("metrics.jsonl") == b"1\n"
+
+
 def test_a_failing_storage_is_logged_once_until_it_works_again(
     tmp_path: Path,
     target: Folder,

@@ -20,6 +20,16 @@ log = logging.getLogger(__name__)
 
 COPY_SECONDS = 60.0
 
+MAX_REFUSED = 3
+"""Files that storage refuses before a copy ends: each may take a minute if it is not there."""
+
+NOT_FETCHED = ".not-fetched"
+"""A file of the local folder, if what earlier attempts left could not be read.
+
+Nothing is copied from such a folder, by later attempts on the same pod neither: its files do not go
+on from the others, and would replace them.
+"""
+
 
 class OutputCopy:
     """Copies the files of a local folder to a folder of any file system, and back.
@@ -39,35 +49,57 @@ class OutputCopy:
         self._works = True
 
     def fetch(self) -> None:
-        """Get the files that are not here. Raises what the file system raises."""
+        """Get the files that are not here, each whole or not at all.
+
+        Raises what the file system raises.
+        """
+        if (self._output / NOT_FETCHED).exists():
+            raise OSError("an earlier attempt on this pod could not read it")
         for name in self._target.sizes():
-            if name.startswith(("step-", ".write-test-")) or (self._output / name).exists():
+            path = self._output / name
+            if name.startswith(("step-", ".write-test-")) or path.exists():
                 continue
-            (self._output / name).parent.mkdir(parents=True, exist_ok=True)
-            self._target.download(name, self._output / name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_name(path.name + ".part")
+            try:
+                self._target.download(name, aside)
+                aside.replace(path)
+            finally:
+                aside.unlink(missing_ok=True)
+
+    def refuse(self) -> None:
+        """Copy nothing from the folder, also in later attempts."""
+        with suppress(OSError):
+            self._output.mkdir(parents=True, exist_ok=True)
+            (self._output / NOT_FETCHED).touch()
 
     def copy(self) -> None:
         """Copy the files that have changed since they were copied last."""
-        try:
-            for path in sorted(self._output.rglob("*")):
-                if path.is_symlink() or not path.is_file():
-                    continue
-                name, state = str(path.relative_to(self._output)), path.stat()
-                version = (state.st_size, state.st_mtime_ns)
-                if self._copied.get(name) != version:
-                    self._target.upload(name, path)
-                    self._copied[name] = version
-        except Exception as error:  # drivers have exceptions of their own
-            if self._works:
-                log.warning(
-                    "cannot copy the output to %s: %s: %s",
-                    self._target,
-                    type(error).__name__,
-                    error,
-                )
-            self._works = False
-        else:
-            self._works = True
+        refused = 0
+        for path in sorted(self._output.rglob("*")):
+            try:
+                if not path.is_symlink() and path.is_file():
+                    self._copy_if_changed(path)
+            except Exception as error:  # drivers have exceptions of their own
+                if self._works:
+                    log.warning(
+                        "cannot copy the output to %s: %s: %s",
+                        self._target,
+                        type(error).__name__,
+                        error,
+                    )
+                self._works = False
+                refused += 1
+                if refused == MAX_REFUSED:
+                    return
+        self._works = not refused
+
+    def _copy_if_changed(self, path: Path) -> None:
+        name, state = str(path.relative_to(self._output)), path.stat()
+        version = (state.st_size, state.st_mtime_ns)
+        if self._copied.get(name) != version:
+            self._target.upload(name, path)
+            self._copied[name] = version
 
 
 @asynccontextmanager
@@ -82,6 +114,7 @@ async def copied_output(output: Path, target: Folder) -> AsyncIterator[None]:
         await asyncio.to_thread(copies.fetch)
     except Exception as error:  # drivers have exceptions of their own
         log.warning("the output stays in the head pod: cannot read %s: %s", target, error)
+        await asyncio.to_thread(copies.refuse)
         yield
         return
 
