@@ -199,6 +199,21 @@ async def test_what_cannot_be_built_says_so(type: str, start: str, message: str)
         assert message in str(caught.value)
 
 
+async def test_a_module_whose_import_hangs_is_imported_again_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the requests pile up at a server that never reads them, until sending one blocks."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "sleepy.py").write_text("import time\ntime.sleep(600)\n")
+    isolation = Isolation("sleepy:Env", {}, 0.5)
+    servers = []
+    for _ in range(2):
+        with pytest.raises(EnvFault, match=r"sleepy:Env took more than 0\.5 s to be built"):
+            await isolation.start()
+        servers.append(isolation._server)
+    assert servers == [None, None]
+
+
 async def test_a_start_that_is_cancelled_leaves_no_process_and_no_connection(
     suicidal: Isolation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

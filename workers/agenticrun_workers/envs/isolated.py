@@ -232,6 +232,8 @@ class Isolation:
         self._config = dict(config)
         self._timeout = timeout
         self._server: ForkServer | None = None
+        self._answered = False
+        """An environment of this server has started."""
         self._starting = asyncio.Semaphore(MAX_STARTS)
 
     async def start(self) -> IsolatedEnv:
@@ -243,8 +245,10 @@ class Isolation:
         """End all environments. The next `start` begins with a new server."""
         if self._server is not None:
             self._server.close()
+            self._server.process.kill()  # it may hang; its children die with it
             self._server.process.wait()
             self._server = None
+            self._answered = False
 
     async def _start(self) -> IsolatedEnv:
         try:
@@ -253,7 +257,8 @@ class Isolation:
             raise self._refused(error) from error
         with theirs:
             try:
-                call = self._running_server().fork([theirs.fileno()])
+                server = self._running_server()
+                call = server.fork([theirs.fileno()])
             except ConnectionError:  # for example while it imported the environment's module
                 ours.close()
                 self.stop()
@@ -275,12 +280,15 @@ class Isolation:
             async with asyncio.timeout(self._timeout):
                 facts = await pipe.receive()
         except TimeoutError:
+            if not self._answered and server is self._server:
+                self.stop()  # it may hang in the import of the module, and take no requests
             raise EnvFault(
                 StopReason.TIMEOUT, f"{self._type} took more than {self._timeout} s to be built"
             ) from None
         except EnvFault:
             pipe.end()
             raise
+        self._answered = True
         return (DrawingIsolatedEnv if facts["draws"] else IsolatedEnv)(pipe, facts)
 
     def _refused(self, error: OSError) -> EnvFault:
