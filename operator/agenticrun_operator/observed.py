@@ -121,6 +121,8 @@ class Job:
     exit_code: int | None = None
     log_tail: str = ""
     """The end of the log of a job that failed or was stopped; else empty."""
+    start_time: float | None = None
+    """When it was submitted, in seconds since the epoch; None if Ray does not say."""
 
     @property
     def live(self) -> bool:

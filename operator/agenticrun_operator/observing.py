@@ -27,7 +27,7 @@ from agenticrun_operator.observed import (
     problem_of_warnings,
     read_pods,
 )
-from agenticrun_operator.planning.times import parse_time
+from agenticrun_operator.planning.times import backoff_seconds, parse_time
 from agenticrun_operator.release_0_1 import RandomTokens
 from agenticrun_operator.resources import (
     CLAIM_KIND,
@@ -42,7 +42,6 @@ from agenticrun_operator.resources import (
     with_its_claim,
 )
 from agenticrun_operator.watch_cache import WatchedObjects
-from agenticrun_operator.workqueue import backoff_seconds
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable
 
 from agenticrun_operator.cluster import ClusterError
 from agenticrun_operator.metrics import RECONCILE_SECONDS, RECONCILES
-from agenticrun_operator.workqueue import Item, Key, WorkQueue, backoff_seconds
+from agenticrun_operator.planning.times import backoff_seconds
+from agenticrun_operator.workqueue import Item, Key, WorkQueue
 
 WORKERS = 256
 """Runs that are reconciled at the same time. An unreachable head keeps one of them busy for at most

@@ -43,10 +43,11 @@ from agenticrun_operator.planning import (
     plan_unreadable,
 )
 from agenticrun_operator.planning.snapshot import own_progress
+from agenticrun_operator.planning.times import backoff_seconds
 from agenticrun_operator.resources import CLAIM_KIND, Manifest, OperatorKey, WorkerImages
 from agenticrun_operator.run_metrics import RunState
 from agenticrun_operator.watch_cache import WatchedObjects
-from agenticrun_operator.workqueue import Item, Key, backoff_seconds
+from agenticrun_operator.workqueue import Item, Key
 
 RETRY_SECONDS = 0.2
 """Delay after a first conflict: the run has changed since it was read, so it is read again."""

@@ -25,9 +25,9 @@ from agenticrun_operator.cluster import (
     WatchExpired,
 )
 from agenticrun_operator.metrics import WATCH_CONTACT, WATCHES_DOWN
+from agenticrun_operator.planning.times import backoff_seconds
 from agenticrun_operator.resources import Manifest
 from agenticrun_operator.watch_cache import WatchCache
-from agenticrun_operator.workqueue import backoff_seconds
 
 FIRST_RETRY_SECONDS = 0.5
 MAX_RETRY_SECONDS = 4.0

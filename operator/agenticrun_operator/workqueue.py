@@ -24,14 +24,6 @@ class Item:
     """True if a change was reported (`add`), False if only a delay has passed (`add_after`)."""
 
 
-def backoff_seconds(failures: int, first: float, longest: float) -> float:
-    """Return the delay after so many failures in a row: `first`, doubled each time up to `longest`.
-
-    The exponent is bounded, because a failure may go on for days.
-    """
-    return min(first * 2.0 ** min(failures, 30), longest)
-
-
 class WorkQueue:
     """A queue that merges equal keys, handles each key serially and supports delays.
 

@@ -31,6 +31,7 @@ class FakeJob:
     exit_code: int | None = None
     replicas: dict[str, int] = field(default_factory=dict)
     """Those that the driver was started with, if they may have changed."""
+    start_time: float = 1767225600.0
 
     @property
     def live(self) -> bool:
@@ -45,7 +46,7 @@ class FakeJob:
             "entrypoint": "agenticrun driver",
             "message": self.message or "Job is currently running.",
             "driver_exit_code": self.exit_code,
-            "start_time": 1767225600000,
+            "start_time": int(self.start_time * 1000),
             "metadata": {"agenticrun.dev/run-uid": "u"},
             "runtime_env": {"env_vars": {"A": "b"}},
             "driver_agent_http_address": "http://10.0.0.1:52365",

@@ -671,7 +671,9 @@ class World:
             return trouble
         job = self._known(head, submission_id)
         tail = "the last line" if job and job.status in ("FAILED", "STOPPED") else ""
-        return Job(job.status, job.message, job.exit_code, tail) if job else NoJob()
+        if job is None:
+            return NoJob()
+        return Job(job.status, job.message, job.exit_code, tail, job.start_time)
 
     async def submit(
         self, head: HeadAddress, submission_id: str, attempt: int, replicas: Mapping[str, int]
@@ -684,7 +686,15 @@ class World:
             raise HeadUnreachable("no answer")
         assert incarnation is not None
         if self._known(head, submission_id) is None:
-            self.jobs.append(FakeJob(submission_id, attempt, incarnation, replicas=dict(replicas)))
+            self.jobs.append(
+                FakeJob(
+                    submission_id,
+                    attempt,
+                    incarnation,
+                    replicas=dict(replicas),
+                    start_time=self.now.timestamp(),
+                )
+            )
         self._point("submitted")
 
     async def stop(self, head: HeadAddress, submission_id: str) -> None:

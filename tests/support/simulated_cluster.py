@@ -148,7 +148,7 @@ class SimulatedHead:
         if name in self._jobs:
             return web.Response(status=500, text=f"Job with submission_id {name} already exists")
         self._history.submissions.append((name, self._incarnation))
-        job = self._jobs[name] = FakeJob(name, attempt, self._incarnation)
+        job = self._jobs[name] = FakeJob(name, attempt, self._incarnation, start_time=time.time())
         self._driver = asyncio.create_task(self._drive(job))
         return web.json_response({"submission_id": name})
 

@@ -56,6 +56,8 @@ class _RayJob(BaseModel):
     status: str
     message: str | None = None
     driver_exit_code: int | None = None
+    start_time: float | None = None
+    """In milliseconds since the epoch."""
 
 
 class RunHead:
@@ -81,6 +83,7 @@ class RunHead:
             message=" ".join(message.split())[:1024],
             exit_code=found.driver_exit_code,
             log_tail=await self._log_tail(head, submission_id, quoted_log) if ended_badly else "",
+            start_time=None if found.start_time is None else found.start_time / 1000,
         )
 
     async def submit(

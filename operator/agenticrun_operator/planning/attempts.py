@@ -28,7 +28,7 @@ from agenticrun_operator.planning import ending, lost_pods, startup, stopping
 from agenticrun_operator.planning.draft import MAX_TEXT, Draft
 from agenticrun_operator.planning.plan import Configure, Stop, Submit
 from agenticrun_operator.planning.snapshot import apply_snapshot, own_progress
-from agenticrun_operator.planning.times import format_span, format_time, parse_time
+from agenticrun_operator.planning.times import backoff_seconds, format_span, format_time, parse_time
 from agenticrun_operator.resources import secret_of
 
 MAX_BACKOFF_SECONDS = 600.0
@@ -491,11 +491,13 @@ def _report_stall(draft: Draft, observed: Observed, progress: Progress) -> None:
 
 
 def _report_late_start(draft: Draft, observed: Observed) -> None:
-    """Treat a driver that never sends its first snapshot as stalled."""
-    waits = draft.find(ConditionType.TRAINING)
+    """Treat a driver that never sends its first snapshot as stalled.
+
+    Its own start counts: the condition Training may have been False for hours before it.
+    """
     limit = draft.run.spec.failure_policy.stall.min_seconds
-    assert waits is not None
-    if (draft.now - parse_time(waits.last_transition_time)).total_seconds() > limit:
+    began = observed.job.start_time if isinstance(observed.job, Job) else None
+    if began is not None and draft.now.timestamp() - began > limit:
         _stall(draft, observed, f"no snapshot from the driver for more than {format_span(limit)}")
 
 
@@ -580,7 +582,7 @@ def _fail(
             f"without a new step: {text}",
         )
         return
-    wait = min(policy.backoff_seconds * 2.0 ** max(0, failures - 1), MAX_BACKOFF_SECONDS)
+    wait = backoff_seconds(max(0, failures - 1), policy.backoff_seconds, MAX_BACKOFF_SECONDS)
     draft.set(restarts=draft.status.restarts + 1)
     draft.phase(Phase.RESTARTING, summary)
     _end(draft, cause, text, wait)

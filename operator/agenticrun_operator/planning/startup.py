@@ -16,7 +16,7 @@ from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning import ending
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.lost_pods import delete_cluster
-from agenticrun_operator.planning.times import format_span, format_time, parse_time
+from agenticrun_operator.planning.times import backoff_seconds, format_span, format_time, parse_time
 
 FIRST_WAIT_SECONDS = 60.0
 """Longer than the pods of another run need to be placed, and shorter than people are patient."""
@@ -57,7 +57,7 @@ def check_deadline(draft: Draft, observed: Observed) -> None:
 
 def _give_back(draft: Draft, observed: Observed, late: str) -> None:
     timeouts = draft.status.startup_timeouts + 1
-    wait = min(FIRST_WAIT_SECONDS * 2.0 ** (timeouts - 1), MAX_WAIT_SECONDS)
+    wait = backoff_seconds(timeouts - 1, FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS)
     wait *= random.Random(f"{draft.run.metadata.uid}/{timeouts}").uniform(0.5, 1.5)
     message = f"{late}; they are given back, and the run tries again (time {timeouts + 1})"
     draft.event(Reason.STARTUP_DEADLINE_EXCEEDED, f"{message} in {format_span(wait)}", warning=True)

@@ -1,4 +1,4 @@
-"""Formats and parses API times; formats durations for people."""
+"""Formats and parses API times; formats durations for people; delays that grow."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def format_span(seconds: float) -> str:
     if days < 1:
         return f"{hours}h{minutes % 60}m"
     return f"{days}d{hours % 24}h"
+
+
+def backoff_seconds(failures: int, first: float, longest: float) -> float:
+    """Return the delay after so many failures in a row: `first`, doubled each time up to `longest`.
+
+    The exponent is bounded, because a failure may go on for days.
+    """
+    return min(first * 2.0 ** min(failures, 30), longest)

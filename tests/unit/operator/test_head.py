@@ -143,10 +143,17 @@ async def test_no_content_means_that_no_driver_has_reported() -> None:
 async def test_a_job_is_read_without_what_we_do_not_need() -> None:
     transport = Scripted(
         api_jobs=says(
-            {"status": "RUNNING", "message": "a\n b", "runtime_env": {}, "driver_exit_code": None}
+            {
+                "status": "RUNNING",
+                "message": "a\n b",
+                "runtime_env": {},
+                "driver_exit_code": None,
+                "start_time": 1767225600500,
+            }
         )
     )
-    assert await RunHead(transport).job(HEAD, "lake-1") == Job("RUNNING", "a b")
+    job = await RunHead(transport).job(HEAD, "lake-1")
+    assert job == Job("RUNNING", "a b", start_time=1767225600.5)
     assert transport.asked[0][3] == {"X-Ray-Authorization": "Bearer ray-token"}
 
 

@@ -187,6 +187,24 @@ async def test_a_driver_that_never_sends_a_snapshot_is_stalled(
     assert "no snapshot from the driver for more than 30m" in stalled.message
 
 
+async def test_the_time_before_an_attempt_does_not_make_its_start_late(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.change_run(("suspend", True))
+    await operator.settle(3)
+    world.end_driver(Outcome.STOPPED)
+    await operator.settle(4)
+    world.now += timedelta(hours=8)
+    world.change_run(("suspend", False))
+    for _ in range(10):
+        await operator.settle(1)
+        for job in world.live_jobs():
+            job.status = "RUNNING"
+    assert phase(world) is Phase.RUNNING
+    assert condition(world, ConditionType.STALLED).status == "False"
+
+
 async def test_an_older_driver_is_sent_no_settings(world: World, operator: Operator) -> None:
     await training(operator)
     world.change_run((MAX_STEPS, 9))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from agenticrun_operator.workqueue import Item, WorkQueue, backoff_seconds
+from agenticrun_operator.planning.times import backoff_seconds
+from agenticrun_operator.workqueue import Item, WorkQueue
 
 A, B = ("team", "a"), ("team", "b")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import subprocess
@@ -209,6 +210,23 @@ async def test_prometheus_reads_gauges(sidecar: Sidecar) -> None:
     assert "agenticrun_step 3\n" in text
     assert "agenticrun_reward 0.25\n" in text
     assert 'agenticrun_metric{name="val/FrozenLake/success"} 0.5\n' in text
+
+
+async def test_on_a_full_disk_snapshots_and_commands_still_pass(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: StateFile, state: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(StateFile, "write", full)
+    await sidecar.post(progress(1, step=4))
+    assert (await sidecar.get()).step == 4
+    assert (await sidecar.http.post("/stop", headers=TOKEN)).status == 200
+    assert (await sidecar.post(progress(2, step=5)))["stop"]
+    monkeypatch.undo()
+    await sidecar.post(progress(3, step=6))
+    await sidecar.restart()
+    assert (await sidecar.get()).step == 6
 
 
 async def test_half_a_state_file_is_a_fresh_start(sidecar: Sidecar) -> None:

@@ -38,6 +38,8 @@ class Reporter:
         self._bearer = f"Bearer {token}".encode()
         self._file = file
         self._state = file.read()
+        self._writes = True
+        """False after a write that failed."""
         self._clock = clock
         self._heard_at = self._news_at = clock()
         """When the driver last posted, and when that last brought news. The clock of this process
@@ -116,9 +118,18 @@ class Reporter:
         return _json(self._state.commands)
 
     def _become(self, state: ReporterState) -> None:
-        if state is not self._state:
+        """Take a state over. On a disk that takes nothing it lives in memory alone."""
+        if state is self._state:
+            return
+        self._state = state
+        try:
             self._file.write(state)
-            self._state = state
+        except OSError as error:
+            if self._writes:
+                log.warning("the state is lost when this process ends: %s", error)
+            self._writes = False
+        else:
+            self._writes = True
 
 
 def _json(model: Model) -> web.Response:
