@@ -39,6 +39,8 @@ def read_run(path: Path) -> dict[str, Any]:
         documents = [doc for doc in yaml.safe_load_all(path.read_text()) if isinstance(doc, dict)]
     except yaml.YAMLError as error:
         raise InvalidRun([f"{path}: not YAML: {error}"]) from error
+    except UnicodeDecodeError as error:
+        raise InvalidRun([f"{path}: not UTF-8 text, write it as such: {error}"]) from error
     runs = [doc for doc in documents if doc.get("kind") == KIND]
     if len(runs) != 1:
         raise InvalidRun([f"{path}: expected one document of kind {KIND}, found {len(runs)}"])

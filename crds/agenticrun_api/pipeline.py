@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from agenticrun_api.algorithm import (
-    GROUP_BASELINE,
     Algorithm,
     Guards,
     RewardNormalization,
@@ -149,8 +148,3 @@ class Pipeline(Model):
     def uses_critic(self) -> bool:
         """True if the algorithm needs a value model."""
         return self.algorithm.name == "gae"
-
-    @property
-    def compares_groups(self) -> bool:
-        """True if the algorithm compares the trajectories of a group."""
-        return self.algorithm.name in GROUP_BASELINE

@@ -55,7 +55,10 @@ def merged(base: Any, overlay: Any, field: str = "") -> Any:
     key = MERGE_KEYS.get(field)
     if key is None or not isinstance(base, list) or not isinstance(overlay, list):
         return overlay
-    if not all(isinstance(item, dict) and item.get(key) for item in [*base, *overlay]):
+    if not all(
+        isinstance(item, dict) and isinstance(item.get(key), str | int) and item[key]
+        for item in [*base, *overlay]
+    ):
         return [*base, *overlay]  # the apiserver refuses it, and names the item
     items = {item[key]: item for item in base}
     for item in overlay:

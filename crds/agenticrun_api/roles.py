@@ -69,8 +69,14 @@ OWN_FOLDER = "/etc/agenticrun"
 OWN_VOLUMES = ("run", "reporter-token")
 
 
+def _items(fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return the mappings of a list; nothing of what the apiserver refuses or takes for unset."""
+    found = fields.get(name)
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
+
 def _containers(template: PodTemplate) -> list[dict[str, Any]]:
-    return [*template.spec.get("containers", ()), *template.spec.get("initContainers", ())]
+    return [*_items(template.spec, "containers"), *_items(template.spec, "initContainers")]
 
 
 _EVERY_CONTAINER = " && ".join(
@@ -113,7 +119,7 @@ class PodTemplate(Model):
             lambda t: (
                 not any(
                     {"command", "args", "image"} & container.keys()
-                    for container in t.spec.get("containers", ())
+                    for container in _items(t.spec, "containers")
                     if container.get("name") == RAY_CONTAINER
                 )
             ),
@@ -135,7 +141,7 @@ class PodTemplate(Model):
                 not any(
                     str(mount.get("mountPath")).startswith(OWN_FOLDER)
                     for container in _containers(t)
-                    for mount in container.get("volumeMounts", ())
+                    for mount in _items(container, "volumeMounts")
                 )
             ),
         ),
@@ -147,7 +153,7 @@ class PodTemplate(Model):
             ".spec.volumes",
             lambda t: all(
                 volume.get("name", OWN_VOLUMES[0]) not in OWN_VOLUMES
-                for volume in t.spec.get("volumes", ())
+                for volume in _items(t.spec, "volumes")
             ),
         ),
         Rule(

@@ -172,7 +172,7 @@ def _environment(run: AgenticRun, role: Role) -> list[Manifest]:
     ours = _ENV | ({"PYTHONPATH": run.spec.code.python_path} if run.spec.code else {})
     variables = [{"name": name, "value": value} for name, value in ours.items()]
     theirs = run.spec.roles.of(role).env
-    overridden = {variable.get("name") for variable in theirs}
+    overridden = [variable.get("name") for variable in theirs]  # of any type, until it is applied
     return [
         variable
         for variable in [*variables, *_hugging_face(run)]

@@ -137,6 +137,19 @@ def test_other_documents_in_the_file_are_ignored(tmp_path: Path) -> None:
     assert load_run(file).metadata.name == "minimal"
 
 
+def test_a_file_of_another_encoding_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("kind: AgenticRun", encoding="utf-16")
+    with pytest.raises(InvalidRun, match=f"{file}: not UTF-8 text, write it as such"):
+        load_run(file)
+
+
+@pytest.mark.parametrize("name", ["containers", "initContainers", "volumes"])
+def test_an_empty_list_of_a_pod_template_may_be_written_as_nothing(name: str) -> None:
+    roles = {"trainer": {"podTemplate": {"spec": {name: None}}}}
+    parse_run({**MINIMAL, "spec": {**MINIMAL["spec"], "roles": roles}})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

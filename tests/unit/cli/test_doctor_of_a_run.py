@@ -232,6 +232,23 @@ def test_what_is_missing_says_who_names_it_and_how_to_create_it() -> None:
     assert (denied.verdict, "Forbidden" in denied.found) == (Verdict.NOT_CHECKED, True)
 
 
+def test_a_reference_without_a_name_is_told_by_its_place() -> None:
+    env = [{"name": "A", "valueFrom": {"secretKeyRef": {"key": "k"}}}]
+    role = {"env": env, "envFrom": [{"secretRef": "wandb"}]}
+    role["volumes"] = [{"name": "v", "mountPath": "/v", "secret": {"name": "hub"}}]
+    found = objects_exist(a_run(roles={"driver": role}), Answers())
+    driver = "spec.roles.driver"
+    assert {name: finding.found for name, finding in found.items()} == {
+        f"secret {place}": f"{place} names no secret"
+        for place in (
+            f"{driver}.env[0].valueFrom.secretKeyRef.name",
+            f"{driver}.envFrom[0].secretRef.name",
+            f"{driver}.volumes[0].secret.secretName",
+        )
+    }
+    assert {finding.verdict for finding in found.values()} == {Verdict.FAILED}
+
+
 def operator(**variables: str) -> list[dict[str, Any]]:
     env = [{"name": name, "value": value} for name, value in variables.items()]
     return [{"spec": {"template": {"spec": {"containers": [{"image": "o:1", "env": env}]}}}}]

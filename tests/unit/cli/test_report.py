@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
-from agenticrun_workers.cli.report import MAX_POINTS, nice_ticks, size_of, thin
+from agenticrun_workers.cli.report import MAX_POINTS, Axes, nice_ticks, size_of, thin
 from run_folders import SECRET, make_run_folder
 
 VOID = {"meta", "line", "path", "circle", "img", "br"}
@@ -126,6 +126,12 @@ def test_the_newest_run_below_a_folder_is_taken(tmp_path: Path) -> None:
         make_run_folder(tmp_path / "runs" / name)
     _, page = write_report(tmp_path / "runs", tmp_path)
     assert "20260102-000000" in page.text
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0], [0.3, 0.1 + 0.2], [1e300, 1e300]])
+def test_a_flat_curve_has_axes(values: list[float]) -> None:
+    axes = Axes.around([0, 1], values)
+    assert axes.y0 < min(values) <= max(values) < axes.y1
 
 
 FLOATS = st.floats(-1e12, 1e12)

@@ -565,7 +565,7 @@ def test_what_is_no_configuration_is_told(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"max_steps": "abc"}, "max_steps: must be a number, not 'abc'"),
-        ({"sequence_length": "long"}, "sequence_length: must be a number"),
+        ({"sequence_length": "long"}, "sequence_length: must be a whole number"),
         ({"custom_envs": [1]}, "custom_envs: must be a mapping"),
         ({"custom_envs": {"Lake": 1}}, "custom_envs.Lake: must be a mapping"),
         (
@@ -579,6 +579,14 @@ def test_what_is_no_configuration_is_told(tmp_path: Path) -> None:
         ),
         ({"train_env_manager": {"tags": "Lake"}}, "train_env_manager.tags: must be a list"),
         ({"whiten_advantages": 1}, "whiten_advantages: must be a switch"),
+        (
+            {"train_env_manager": {"group_size": 0.5}},
+            "train_env_manager.group_size: must be a whole number",
+        ),
+        (
+            {"checkpoint_config": {"output_dir": 20241101}},
+            "checkpoint_config.output_dir: must be a text",
+        ),
     ],
 )
 def test_values_that_roll_would_refuse_are_named_with_their_path(

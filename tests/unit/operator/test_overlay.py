@@ -112,6 +112,14 @@ def test_lists_with_a_merge_key_are_merged_and_others_replaced(
     assert merged(base, overlay) == expected
 
 
+@pytest.mark.parametrize("name", [{"x": None}, ["x"]])
+def test_items_whose_names_are_no_text_are_left_to_the_apiserver(name: Any) -> None:
+    odd = {"name": name, "value": "b"}
+    assert merged({"env": [{"name": "A"}]}, {"env": [odd]}) == {"env": [{"name": "A"}, odd]}
+    env = template(Role.TRAINER, ("spec.roles.trainer.env", [odd]))["spec"]["containers"][0]["env"]
+    assert odd in env
+
+
 def a_run(*changes: tuple[str, Any]) -> AgenticRun:
     document = run_with(*changes, name="lake")
     document["metadata"] |= {"uid": "1234-uid", "namespace": "team"}

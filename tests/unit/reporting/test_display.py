@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import re
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from agenticrun_api import Activity, Progress, parse_run
 from agenticrun_workers.reporting.display import (
     LiveDisplay,
     PlainDisplay,
+    RunConsole,
     duration,
     remaining_seconds,
     sparkline,
@@ -84,6 +87,26 @@ def test_without_a_terminal_there_is_one_line_per_step(tmp_path: Path) -> None:
         "  (1 min 40 s elapsed, 10 s remaining)",
         "[validation] step 2: A success 0.500, A random_success 0.020",
     ]
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("output", [Full, Closed])
+def test_output_that_nobody_takes_does_not_end_training(
+    output: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # Rich closes the standard output
+    display = PlainDisplay(RunConsole(file=output()), lambda: 0.0)
+    display.update(progress(1, 0.5))
+    display.update(progress(2, 0.5))
 
 
 def test_without_a_terminal_a_long_warm_up_says_now_and_then_how_far_it_is() -> None:

@@ -251,7 +251,7 @@ class Axes:
     @classmethod
     def around(cls, xs: Sequence[float], ys: Sequence[float]) -> Axes:
         low, high = min(ys), max(ys)
-        if low == high:
+        if math.isclose(low, high):  # ticks between them would be equal
             low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
         ticks = nice_ticks(low, high)
         step = ticks[1] - ticks[0]

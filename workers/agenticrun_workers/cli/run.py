@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from agenticrun_api import AgenticRun, FinalReport, Outcome
 from agenticrun_workers.cli.common import (
@@ -20,7 +20,7 @@ from agenticrun_workers.cli.common import (
     new_folder,
     refuse,
 )
-from agenticrun_workers.reporting.display import duration, sparkline, time_shares
+from agenticrun_workers.reporting.display import RunConsole, duration, sparkline, time_shares
 from agenticrun_workers.reporting.run_folder import TRACES, FolderInUse, RunFolder
 
 
@@ -86,7 +86,7 @@ def train(
         trace_steps: number of steps to record from the beginning.
     """
     look_in(code)
-    console = Console()
+    console = RunConsole()
     for line in code_notes(run, code):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     from agenticrun_workers.driver.attempt import exit_code
@@ -104,8 +104,9 @@ def train(
         )
     except (InvalidConfig, FolderInUse, RayNotStarted) as error:
         give_up(str(error))
-    for line in closing_lines(run, RunFolder(folder), report, file):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    with suppress(OSError):  # the run has ended, whoever hears of it
+        for line in closing_lines(run, RunFolder(folder), report, file):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(exit_code(report))
 
 

@@ -238,8 +238,9 @@ class FolderSource:
         spec = (config or {}).get("spec") or {}
         known = int((spec.get("pipeline") or {}).get("maxSteps") or step)
         final = progress.final if progress else None
-        if alive and progress:
-            phase, message = progress.activity.value, progress.message
+        if alive:
+            phase = progress.activity.value if progress else "Running"
+            message = progress.message if progress else ""
         elif final:
             phase, message = final.outcome.value, final.message
         else:

@@ -82,7 +82,7 @@ def compose(file: Path, config_dir: Path | None = None) -> Composition:
             "name a folder beside which it is found (--config-dir ROLL/examples/config), or remove "
             "that entry if ROLL's repository has no such file"
         ) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         raise ConvertError(f"{file}: {error}") from error
     if not isinstance(config, dict) or not config:
         raise ConvertError(

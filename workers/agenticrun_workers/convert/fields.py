@@ -104,7 +104,7 @@ class Field:
     """Supported values -> our fields. Other values have the fate of the field."""
     unread: Unread | None = None
     kind: type | None = None
-    """Type of the value; None: the type of the default."""
+    """Type of the value; None: the type of the default, where an int may stand for a float."""
 
     def check(self, path: str, value: Any) -> Any:
         """Return the value.
@@ -112,15 +112,17 @@ class Field:
         Raises:
             ConvertError: ROLL would reject the type of the value.
         """
+        if self.kind is int and isinstance(value, float) and value.is_integer():
+            return int(value)
         kind = self.kind or type(self.default)
+        whole = self.kind is int and isinstance(value, float)
         kinds = (int, float) if kind in (int, float) else (kind,)
         if kind is type(None) or (
-            isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
+            isinstance(value, kinds) and (kind is bool or not isinstance(value, bool)) and not whole
         ):
             return value
-        raise ConvertError(
-            f"{path}: must be a {_KIND_NAMES.get(kind, kind.__name__)}, not {value!r}"
-        )
+        name = "whole number" if self.kind is int else _KIND_NAMES.get(kind, kind.__name__)
+        raise ConvertError(f"{path}: must be a {name}, not {value!r}")
 
     def line(self, path: str, value: Any, top: View) -> Line:
         """Return the report line of this field with this value."""

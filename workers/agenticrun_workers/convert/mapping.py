@@ -45,9 +45,9 @@ ENV_MANAGER: Fields = {
             "proxy_config": cannot("settings of another model: remove llm_proxy", None, {}),
         }
     ),
-    "num_env_groups": mapped("trainEnvs.groups, valEnvs.groups", 128),
-    "group_size": mapped("trainEnvs.groupSize, valEnvs.groupSize", 1),
-    "group_size_redundancy": mapped("trainEnvs.groupSizeRedundancy", 0),
+    "num_env_groups": mapped("trainEnvs.groups, valEnvs.groups", 128, kind=int),
+    "group_size": mapped("trainEnvs.groupSize, valEnvs.groupSize", 1, kind=int),
+    "group_size_redundancy": mapped("trainEnvs.groupSizeRedundancy", 0, kind=int),
     "tags": mapped("trainEnvs.tags, valEnvs.tags", ["SimpleSokoban"]),
     "num_groups_partition": mapped("trainEnvs.partition, valEnvs.partition", kind=list),
     "max_traj_per_env": dropped("rolloutBatchSize and valBatchSize set the number of episodes", -1),
@@ -319,7 +319,7 @@ _SCHEDULE: dict[str, Field | Section] = {
                 "checkpoints go to a folder or to object storage: set spec.checkpoint.uri",
             ),
             "output_dir": mapped(
-                "spec.checkpoint.uri (a relative one -> /checkpoints on a volume claim)"
+                "spec.checkpoint.uri (a relative one -> /checkpoints on a volume claim)", kind=str
             ),
             "async_upload": dropped("a checkpoint is complete when saving it returns", True),
         }
@@ -354,7 +354,7 @@ _SCHEDULE: dict[str, Field | Section] = {
             "mode": mapped(
                 "spec.pipeline.record.to (dump) or .replay (mock), in a format of its own", "dump"
             ),
-            "dump_dir": mapped("spec.pipeline.record.to or .replay"),
+            "dump_dir": mapped("spec.pipeline.record.to or .replay", kind=str),
         }
     ),
     "system_envs": mapped("spec.roles.*.env (without what names a secret: use envFrom)"),

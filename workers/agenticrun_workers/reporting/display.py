@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -31,6 +32,15 @@ SAMPLE_LINES = 14
 
 QUIET_SECONDS = 10.0
 """Shortest time between two lines about one phase outside of steps, such as the warm-up."""
+
+
+class RunConsole(Console):
+    """A console of a run, which goes on when nobody reads its output any more (`... | head`)."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nothing more."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
 
 
 class PlainDisplay:
@@ -85,7 +95,8 @@ class PlainDisplay:
         self._print(f"[{progress.activity}] {progress.message}".rstrip())
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with suppress(OSError):  # a full disk does not end training
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class LiveDisplay:

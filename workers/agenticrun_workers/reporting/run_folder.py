@@ -105,7 +105,8 @@ class RunFolder:
     def progress(self) -> Progress | None:
         """Return the newest progress snapshot."""
         with suppress(OSError, ValidationError):
-            return Progress.model_validate_json((self.path / "progress.json").read_bytes())
+            text = (self.path / "progress.json").read_bytes()
+            return Progress.model_validate_json(text, extra="ignore")  # of a newer version
         return None
 
     def sample_files(self) -> list[Path]:

@@ -93,33 +93,47 @@ def _of_role(run: AgenticRun, role: Role) -> Iterator[Reference]:
         place = f"{field}.podTemplate.spec.serviceAccountName"
         yield Reference("serviceaccount", account, place)
     for number, variable in enumerate(settings.env):
-        source = variable.get("valueFrom") or {}
+        source = variable.get("valueFrom")
         for kind, key in (("secret", "secretKeyRef"), ("configmap", "configMapKeyRef")):
-            found = source.get(key)
-            if found and not found.get("optional"):
-                place = f"{field}.env[{number}].valueFrom.{key}"
-                yield Reference(kind, found["name"], place, (found["key"],))
+            found = source.get(key) if isinstance(source, dict) else None
+            place = f"{field}.env[{number}].valueFrom.{key}"
+            yield from _named(found, kind, "name", place, reads_key=True)
     for number, item in enumerate(settings.env_from):
         for kind, key in (("secret", "secretRef"), ("configmap", "configMapRef")):
-            found = item.get(key)
-            if found and not found.get("optional"):
-                yield Reference(kind, found["name"], f"{field}.envFrom[{number}].{key}")
+            yield from _named(item.get(key), kind, "name", f"{field}.envFrom[{number}].{key}")
     for number, volume in enumerate(settings.volumes):
         for kind, key, name in (
             ("secret", "secret", "secretName"),
             ("configmap", "configMap", "name"),
             ("persistentvolumeclaim", "persistentVolumeClaim", "claimName"),
         ):
-            found = volume.get(key)
-            if found and not found.get("optional"):
-                yield Reference(kind, found[name], f"{field}.volumes[{number}].{key}")
+            yield from _named(volume.get(key), kind, name, f"{field}.volumes[{number}].{key}")
+
+
+def _named(
+    found: object, kind: str, field: str, place: str, *, reads_key: bool = False
+) -> Iterator[Reference]:
+    """Yield the object that a reference in a pod names in `field`, unless it is optional.
+
+    One without a name has the name "": the apiserver will refuse the pods.
+    """
+    if not found or (isinstance(found, dict) and found.get("optional")):
+        return
+    given = found if isinstance(found, dict) else {}
+    name, key = given.get(field), given.get("key")
+    yield Reference(
+        kind,
+        name if isinstance(name, str) else "",
+        place if name else f"{place}.{field}",
+        (str(key),) if reads_key and key else (),
+    )
 
 
 def objects_exist(run: AgenticRun, kubectl: Kubectl) -> dict[str, Finding]:
     """Look for each object that the run names. Returns the findings by kind and name."""
     found: dict[str, Finding] = {}
     for reference in references(run):
-        name = f"{reference.kind} {reference.name}"
+        name = f"{reference.kind} {reference.name or reference.field}"
         before = found.get(name)
         if before is None or before.verdict is not Verdict.FAILED:
             found[name] = _exists(reference, kubectl)
@@ -127,6 +141,8 @@ def objects_exist(run: AgenticRun, kubectl: Kubectl) -> dict[str, Finding]:
 
 
 def _exists(reference: Reference, kubectl: Kubectl) -> Finding:
+    if not reference.name:
+        return failed(f"{reference.field} names no {reference.kind}", f"set {reference.field}")
     output = _KEYS if reference.kind in ("secret", "configmap") else "name"
     example = reference.keys[0] if reference.keys else "KEY"
     advice = _CREATE[reference.kind].format(name=reference.name, key=example)
