@@ -277,8 +277,8 @@ MUTANTS = (
     Mutant(
         "operator/backoff",
         f"{OPERATOR}/planning",
-        "policy.backoff_seconds * 2.0 ** max(0, failures - 1)",
-        "policy.backoff_seconds",
+        "backoff_seconds(max(0, failures - 1), policy",
+        "backoff_seconds(0, policy",
         ("tests/unit/operator/test_life_of_a_run.py",),
     ),
     Mutant(

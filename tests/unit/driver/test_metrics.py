@@ -6,7 +6,6 @@ import ast
 import math
 import re
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def test_a_batch_tells_scores_ages_and_why_episodes_ended() -> None:
         (Group(0, "A", played),),
         RolloutCounts(
             rerolled=2,
-            dropped_by_tag=Counter(A=1),
+            dropped=1,
             filtered=4,
             aborted_tokens=7,
             length_bias=-1.5,

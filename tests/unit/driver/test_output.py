@@ -14,7 +14,7 @@ import pytest
 
 from agenticrun_workers.driver import output as module
 from agenticrun_workers.driver.__main__ import log_file
-from agenticrun_workers.driver.output import OutputCopy, copied_output
+from agenticrun_workers.driver.output import FETCHED, OutputCopy, copied_output
 from agenticrun_workers.storage import Folder
 
 
@@ -61,10 +61,11 @@ def test_a_new_head_pod_goes_on_with_the_files_but_not_the_checkpoints(
     target.write("step-10/manifest.json", b"{}")
     OutputCopy(tmp_path / "new", target).fetch()
     found = {path.name for path in (tmp_path / "new").rglob("*") if path.is_file()}
-    assert found == {"metrics.jsonl", "events"}
+    assert found == {"metrics.jsonl", "events", FETCHED}
 
 
 def test_the_same_head_pod_keeps_its_newer_files(tmp_path: Path, target: Folder) -> None:
+    OutputCopy(tmp_path, target).fetch()
     target.write("metrics.jsonl", b"1\n")
     write(tmp_path, "metrics.jsonl", "1\n2\n")
     OutputCopy(tmp_path, target).fetch()
@@ -151,6 +152,32 @@ async def test_a_later_attempt_on_a_pod_without_the_history_does_not_replace_it(
         write(tmp_path, "metrics.jsonl", "4\n5\n")
     assert target.read("metrics.jsonl") == b"1\n2\n3\n"
     assert [path.name for path in tmp_path.glob("*.part")] == []
+
+
+async def test_a_pod_that_has_the_history_copies_on_when_storage_fails_for_a_moment(
+    tmp_path: Path, target: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: Folder) -> dict[str, int]:
+        raise OSError("503 slow down")
+
+    async with copied_output(tmp_path, target):
+        write(tmp_path, "metrics.jsonl", "1\n")
+    with monkeypatch.context() as broken:
+        broken.setattr(Folder, "sizes", fails)
+        async with copied_output(tmp_path, target):
+            write(tmp_path, "metrics.jsonl", "1\n2\n")
+    assert target.read("metrics.jsonl") == b"1\n2\n"
+    assert set(target.sizes()) == {"metrics.jsonl"}
+
+
+async def test_a_folder_that_cannot_be_listed_ends_nothing(
+    tmp_path: Path, target: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: Path, pattern: str) -> list[Path]:
+        raise OSError(5, "Input/output error")
+
+    async with copied_output(tmp_path, target):
+        monkeypatch.setattr(type(tmp_path), "rglob", fails)
 
 
 def test_a_file_that_storage_refuses_does_not_stop_the_others(

@@ -295,8 +295,9 @@ async def test_a_frozen_engine_does_not_hold_up_a_handover(started: World) -> No
         lambda: Failing(ActorDied("killed for memory")),
         lambda: Failing(EngineError("the update was not answered in 600 s")),
         lambda: Failing(EngineStartError("vllm was killed")),
+        lambda: Failing(InvalidConfig("spec.model.path", "the hub does not answer")),
     ],
-    ids=["freezes", "dies", "cannot load", "cannot start"],
+    ids=["freezes", "dies", "cannot load", "cannot start", "cannot fetch the model"],
 )
 async def test_a_replacement_that_never_serves_is_replaced_too(broken: Callable[[], Any]) -> None:
     world = World(lambda number: broken() if number == 2 else Engine())
@@ -324,7 +325,7 @@ class Failing(Engine):
         self._error = error
 
     async def start(self) -> None:
-        if isinstance(self._error, EngineStartError):
+        if isinstance(self._error, EngineStartError | InvalidConfig):
             raise self._error
 
     async def load(self, version: int) -> None:

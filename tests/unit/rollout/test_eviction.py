@@ -19,7 +19,9 @@ from agenticrun_workers.rollout.eviction import MAX_FAILED, EnvBreaker
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, GroupPlan
 from agenticrun_workers.types import StopReason
-from rollout_fakes import FakeBackend
+from rollout_fakes import FakeBackend, result
+
+GOOD, BAD = StopReason.COMPLETED, StopReason.ENV_ERROR
 
 
 def broken(tag: str, *, others: tuple[str, ...] = ("A",)) -> EnvBreaker:
@@ -151,6 +153,23 @@ async def test_groups_in_flight_of_an_evicted_environment_do_not_end_the_run() -
     batch, _ = await run.step(0)
     assert [group.tag for group in batch.groups] == ["A"] * 4
     assert batch.counts.dropped > MAX_DROPPED_SHARE * 4
+
+
+async def test_what_was_dropped_before_an_environment_was_evicted_is_forgotten_when_it_works() -> (
+    None
+):
+    class OneWorks(FakeBackend):
+        """Groups end in order; of the many of B that are in flight one works."""
+
+        async def run(self, task: EpisodeTask) -> EpisodeResult:
+            works, group = task.tag == "A" or task.key.group == 41, task.key.group
+            await asyncio.sleep(1.0 if task.tag == "A" else 0.01 * group)
+            return result(group, task.key.member, tag=task.tag, stop=GOOD if works else BAD)
+
+    run = Mixed(staleness=16, backend=OneWorks)
+    batch, _ = await run.step(0)
+    assert batch.counts.dropped > MAX_DROPPED_SHARE * 4
+    await run.controller.stop()
 
 
 async def test_a_run_whose_environments_all_fail_still_ends() -> None:

@@ -23,11 +23,11 @@ COPY_SECONDS = 60.0
 MAX_REFUSED = 3
 """Files that storage refuses before a copy ends: each may take a minute if it is not there."""
 
-NOT_FETCHED = ".not-fetched"
-"""A file of the local folder, if what earlier attempts left could not be read.
+FETCHED = ".fetched"
+"""A file of the local folder once it has what earlier attempts left.
 
-Nothing is copied from such a folder, by later attempts on the same pod neither: its files do not go
-on from the others, and would replace them.
+From a folder without it nothing is copied: its files do not go on from the others, and would
+replace them.
 """
 
 
@@ -51,48 +51,58 @@ class OutputCopy:
     def fetch(self) -> None:
         """Get the files that are not here, each whole or not at all.
 
-        Raises what the file system raises.
+        Raises what the file system raises, and OSError if an earlier attempt on this pod failed to.
         """
-        if (self._output / NOT_FETCHED).exists():
-            raise OSError("an earlier attempt on this pod could not read it")
-        for name in self._target.sizes():
+        sizes = self._target.sizes()
+        names = [name for name in sizes if not name.startswith(("step-", ".write-test-"))]
+        for name in names:
             path = self._output / name
-            if name.startswith(("step-", ".write-test-")) or path.exists():
-                continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(path.name + ".part")
-            try:
-                self._target.download(name, aside)
-                aside.replace(path)
-            finally:
-                aside.unlink(missing_ok=True)
+            if path.exists() and not self.fetched:
+                raise OSError(f"{name} is here and there, and an earlier attempt did not fetch it")
+            if not path.exists():
+                self._download(name, path)
+        self._output.mkdir(parents=True, exist_ok=True)
+        (self._output / FETCHED).touch()
 
-    def refuse(self) -> None:
-        """Copy nothing from the folder, also in later attempts."""
-        with suppress(OSError):
-            self._output.mkdir(parents=True, exist_ok=True)
-            (self._output / NOT_FETCHED).touch()
+    @property
+    def fetched(self) -> bool:
+        """True if this folder has what earlier attempts left."""
+        return (self._output / FETCHED).exists()
+
+    def _download(self, name: str, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(path.name + ".part")
+        try:
+            self._target.download(name, aside)
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
 
     def copy(self) -> None:
         """Copy the files that have changed since they were copied last."""
         refused = 0
-        for path in sorted(self._output.rglob("*")):
+        try:
+            paths = sorted(self._output.rglob("*"))
+        except OSError as error:
+            self._refused(error)
+            return
+        for path in paths:
             try:
-                if not path.is_symlink() and path.is_file():
+                if not path.is_symlink() and path.is_file() and path.name != FETCHED:
                     self._copy_if_changed(path)
             except Exception as error:  # drivers have exceptions of their own
-                if self._works:
-                    log.warning(
-                        "cannot copy the output to %s: %s: %s",
-                        self._target,
-                        type(error).__name__,
-                        error,
-                    )
-                self._works = False
+                self._refused(error)
                 refused += 1
                 if refused == MAX_REFUSED:
                     return
         self._works = not refused
+
+    def _refused(self, error: Exception) -> None:
+        if self._works:
+            log.warning(
+                "cannot copy the output to %s: %s: %s", self._target, type(error).__name__, error
+            )
+        self._works = False
 
     def _copy_if_changed(self, path: Path) -> None:
         name, state = str(path.relative_to(self._output)), path.stat()
@@ -113,10 +123,11 @@ async def copied_output(output: Path, target: Folder) -> AsyncIterator[None]:
     try:
         await asyncio.to_thread(copies.fetch)
     except Exception as error:  # drivers have exceptions of their own
-        log.warning("the output stays in the head pod: cannot read %s: %s", target, error)
-        await asyncio.to_thread(copies.refuse)
-        yield
-        return
+        if not copies.fetched:
+            log.warning("the output stays in the head pod: cannot read %s: %s", target, error)
+            yield
+            return
+        log.warning("cannot read %s: %s", target, error)
 
     ended = asyncio.Event()
 

@@ -87,6 +87,12 @@ The requests for them must fit into the server's socket while it imports the env
 it holds about 280, and the next one would block the whole worker.
 """
 
+MAX_TIMEOUTS = 2 * MAX_STARTS
+"""Starts in a row that took too long after which the server begins anew.
+
+It may be frozen, or hang in the import of the module; with those that wait, its socket is not full.
+"""
+
 MAX_GROWTH = 512 * 1024 * 1024
 """Bytes that a process may grow by before it is replaced, between two episodes."""
 
@@ -232,8 +238,8 @@ class Isolation:
         self._config = dict(config)
         self._timeout = timeout
         self._server: ForkServer | None = None
-        self._answered = False
-        """An environment of this server has started."""
+        self._timeouts = 0
+        """Starts by this server that took too long, since one was in time."""
         self._starting = asyncio.Semaphore(MAX_STARTS)
 
     async def start(self) -> IsolatedEnv:
@@ -248,7 +254,7 @@ class Isolation:
             self._server.process.kill()  # it may hang; its children die with it
             self._server.process.wait()
             self._server = None
-            self._answered = False
+            self._timeouts = 0
 
     async def _start(self) -> IsolatedEnv:
         try:
@@ -280,15 +286,18 @@ class Isolation:
             async with asyncio.timeout(self._timeout):
                 facts = await pipe.receive()
         except TimeoutError:
-            if not self._answered and server is self._server:
-                self.stop()  # it may hang in the import of the module, and take no requests
+            if server is self._server:
+                self._timeouts += 1
+                if self._timeouts >= MAX_TIMEOUTS:  # it may read no requests, which pile up
+                    self.stop()
             raise EnvFault(
                 StopReason.TIMEOUT, f"{self._type} took more than {self._timeout} s to be built"
             ) from None
         except EnvFault:
             pipe.end()
             raise
-        self._answered = True
+        if server is self._server:
+            self._timeouts = 0
         return (DrawingIsolatedEnv if facts["draws"] else IsolatedEnv)(pipe, facts)
 
     def _refused(self, error: OSError) -> EnvFault:

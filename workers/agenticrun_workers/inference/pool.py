@@ -408,17 +408,14 @@ class EnginePool:
     async def _serve(self, slot: _Slot) -> None:
         """Start an engine in a slot, also if the first ones die or fail before they serve.
 
-        Other engines have served with the same settings, so no error of one ends the attempt.
+        Others have served with the same settings: whatever its error says, it counts as a death.
 
         Raises:
-            InvalidConfig: the run's transport does not reach it.
             RolloutFailed: too many engines died in a row.
         """
         while True:
             try:
                 return await self._add(slot)
-            except InvalidConfig:
-                raise
             except Exception as error:
                 log.warning("a new engine cannot serve: %s", error)
                 self._count_death("which never served", error)

@@ -50,8 +50,8 @@ class RolloutCounts:
 
     rerolled: int = 0
     """Episodes that ran again."""
-    dropped_by_tag: Counter[str] = field(default_factory=Counter)
-    """Groups with fewer than two trainable members (one, for groups of one), by environment."""
+    dropped: int = 0
+    """Groups with fewer than two trainable members (one, for groups of one)."""
     stale_episodes: list[EpisodeResult] = field(default_factory=list)
     """Members that ran again because they had grown too old: stopped, or finished and discarded."""
     filtered: int = 0
@@ -65,11 +65,6 @@ class RolloutCounts:
     """
     untrainable: list[EpisodeResult] = field(default_factory=list)
     """All untrainable episodes."""
-
-    @property
-    def dropped(self) -> int:
-        """Number of dropped groups."""
-        return self.dropped_by_tag.total()
 
     @property
     def stale(self) -> int:
@@ -145,6 +140,8 @@ class RolloutController:
         self._ready: list[GroupRun] = []
         self._changed = asyncio.Event()
         self._counts = RolloutCounts()
+        self._dropped: Counter[str] = Counter()
+        """Dropped groups for this batch by environment, without those that are or were evicted."""
         self._breaker = EnvBreaker(plan.tags if plan.evicts else ())
         self._failure: BaseException | None = None
         self._warn = LogOnce(log.warning)
@@ -193,6 +190,7 @@ class RolloutController:
         groups = [run.group for run in self._ready[:size] if run.group is not None]
         self._ready = self._ready[size:]
         counts, self._counts = self._counts, RolloutCounts()
+        self._dropped.clear()
         counts.length_bias = float(np.mean([group.length_bias for group in groups]))
         self._set_bounds(self._gate.version + 1)
         self._requeue_stale()
@@ -304,7 +302,8 @@ class RolloutController:
         await self._discard([*finished.surplus, *(group.results if group and refused else ())])
         if group is None or refused:
             self._gate.cancel()
-            self._counts.dropped_by_tag[run.tag] += group is None
+            self._counts.dropped += group is None
+            self._dropped[run.tag] += group is None
             self._counts.filtered += refused
             self._check_bounds(finished.untrainable)
         else:
@@ -313,8 +312,10 @@ class RolloutController:
             count(GROUPS_READY, len(self._ready))
 
     def _check_bounds(self, untrainable: list[EpisodeResult]) -> None:
-        counts, chosen, evicted = self._counts, self._plan.filter, self._breaker.evicted
-        dropped = sum(n for tag, n in counts.dropped_by_tag.items() if tag not in evicted)
+        counts, chosen = self._counts, self._plan.filter
+        for evicted in self._breaker.evicted:
+            del self._dropped[evicted]
+        dropped = self._dropped.total()
         if dropped > MAX_DROPPED_SHARE * self._gate.groups_per_batch and untrainable:
             last = untrainable[-1]
             raise TooManyDropped(
