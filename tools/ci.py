@@ -3,20 +3,22 @@
 `python3 tools/ci.py check` is the inner loop: lint, types, unit tests and one tiny run on this
 machine. Without an argument all stages run. They share one cluster. A cluster that was already up
 is used and left up. One that this program started is stopped at the end, whatever happened in
-between. Standard library only: it runs before anything is installed.
+between. SIGTERM is treated like Ctrl-C, also for the stages. Standard library only: it runs before
+anything is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,15 @@ TINY = {
 DEVCLUSTER = [sys.executable, str(ROOT / "tools/devcluster")]
 
 
+PATIENCE_SECONDS = 60.0
+"""Time for a stage to clean up after an interrupt."""
+
+
 class Stages:
     """Run commands and remember how long each took."""
 
     def __init__(self) -> None:
+        self._running: list[subprocess.Popen[bytes]] = []
         self.took: list[tuple[str, float, bool]] = []
         self._began = time.monotonic()
 
@@ -48,7 +55,7 @@ class Stages:
         """Run one stage in the foreground; return True if it succeeded."""
         print(_title(name, command), flush=True)
         start = time.monotonic()
-        ok = subprocess.run(command, **_options(env), check=False).returncode == 0
+        ok = self._end_of(subprocess.Popen(command, **_options(env))) == 0
         self.took.append((name, time.monotonic() - start, ok))
         return ok
 
@@ -69,16 +76,14 @@ class Stages:
                     return
                 start = time.monotonic()
                 with tempfile.TemporaryFile() as output:
-                    done = subprocess.run(
-                        command,
-                        **_options(env),
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        check=False,
+                    status = self._end_of(
+                        subprocess.Popen(
+                            command, **_options(env), stdout=output, stderr=subprocess.STDOUT
+                        )
                     )
                     output.seek(0)
                     outputs.append((name, command, output.read()))
-                self.took.append((name, time.monotonic() - start, done.returncode == 0))
+                self.took.append((name, time.monotonic() - start, status == 0))
 
         thread = threading.Thread(target=run_all)
         thread.start()
@@ -94,6 +99,35 @@ class Stages:
             thread.join()
             for name, command, output in outputs:
                 print(_title(name, command), output.decode(errors="replace"), sep="\n")
+
+    def take_signals(self) -> None:
+        """Raise KeyboardInterrupt on SIGTERM, after an interrupt of all stages, and on Ctrl-C.
+
+        A terminal interrupts the stages itself. They do not inherit that the signal is ignored, as
+        it is in the background of a shell.
+        """
+
+        def terminated(*_: object) -> None:
+            for stage in list(self._running):
+                stage.send_signal(signal.SIGINT)
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, terminated)
+
+    def _end_of(self, stage: subprocess.Popen[bytes]) -> int:
+        """Return the exit status of a stage. One that is interrupted has time to clean up."""
+        self._running.append(stage)
+        try:
+            return stage.wait()
+        except BaseException:
+            with suppress(subprocess.TimeoutExpired):
+                stage.wait(PATIENCE_SECONDS)
+            stage.kill()
+            stage.wait()
+            raise
+        finally:
+            self._running.remove(stage)
 
     def report(self) -> bool:
         """Print the table; return True if every stage succeeded."""
@@ -155,6 +189,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the project's checks.")
     parser.add_argument("tier", nargs="?", choices=("check", "test"), default="test")
     stages = Stages()
+    stages.take_signals()
     if parser.parse_args().tier == "check":
         check(stages)
         return 0 if stages.report() else 1
@@ -174,4 +209,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

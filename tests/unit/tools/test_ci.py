@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from waiting import eventually
 
 
 @pytest.fixture
@@ -51,3 +56,33 @@ def test_stages_beside_others_follow_each_other(
     output = capfd.readouterr().out
     assert output.index("\none\n") < output.index("\ntwo\n")
     assert [name for name, _, _ in stages.took] == ["first", "second"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stages_that_are_interrupted_clean_up(tmp_path: Path, number: signal.Signals) -> None:
+    """Also in the background of a shell, which ignores SIGINT there."""
+    stage = f"trap 'sleep 0.5; touch {tmp_path}/$0-cleaned; exit' INT; touch {tmp_path}/$0; "
+    stage += "while :; do sleep 0.05; done"
+    program = f"""
+import ci
+stages = ci.Stages()
+stages.take_signals()
+with stages.beside([("other", ["bash", "-c", {stage!r}, "other"])]):
+    stages.run("one", ["bash", "-c", {stage!r}, "one"])
+"""
+    tools = Path(importlib.import_module("ci").__file__ or "").parent
+    running = subprocess.Popen(
+        ["bash", "-c", 'trap "" INT; exec "$@"', "shell", sys.executable, "-c", program],
+        cwd=tools,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    begun = [tmp_path / "one", tmp_path / "other"]
+    eventually(lambda: all(map(Path.exists, begun)), 60, "both stages run")
+    if number is signal.SIGINT:
+        os.killpg(running.pid, number)  # as a terminal does
+    else:
+        running.send_signal(number)
+    assert running.wait(60) != 0
+    assert {path.name for path in tmp_path.glob("*-cleaned")} == {"one-cleaned", "other-cleaned"}
