@@ -69,10 +69,7 @@ class Progress:
 
 
 PROGRESS_SECONDS = 1.0
-"""Time between two looks at the tokens of long responses and at the engine's load.
-
-A response is told of from the second look on.
-"""
+"""Time between two messages about a request's tokens. The first one comes in the second look."""
 
 LAST_RESPONSES = 64
 """Number of responses over which `EngineLoad.response` is a moving average."""
@@ -80,7 +77,7 @@ LAST_RESPONSES = 64
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The work of an engine, which its clients get with every answer and when it has changed."""
+    """The work of an engine, which its clients get with every answer."""
 
     requests: int = 0
     """Requests of all clients in flight."""
@@ -287,7 +284,6 @@ class _Connection:
         self._told: dict[asyncio.Task[None], int] = {}
         """Number of tokens that the client has, by request that was in flight at the last look."""
         self._answers: list[Answer | Progress] = []
-        self._told_load = EngineLoad()
         self._open = True
 
     async def serve(self) -> None:
@@ -311,10 +307,7 @@ class _Connection:
                 task.add_done_callback(self._ended)
 
     async def tell_progress(self) -> None:
-        """Send the new tokens of long responses, and the load, from time to time.
-
-        A client that asks for nothing would otherwise believe for ever that the engine is busy.
-        """
+        """Send the new tokens of long responses from time to time."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             for task, told in self._told.items():
@@ -324,8 +317,6 @@ class _Connection:
                     self._told[task] = told + len(sampled.tokens_T)
                     self._send(Progress(request_id.removeprefix(self._id_prefix), told, sampled))
             self._told |= dict.fromkeys(self._in_flight.keys() - self._told.keys(), 0)
-            if self._port.load != self._told_load and not self._answers:
-                self._flush()
 
     def close(self) -> list[str]:
         """Stop sending answers. Returns the ids of the requests still in flight."""
@@ -358,5 +349,4 @@ class _Connection:
         """Send what one tick has to say in one message."""
         answers, self._answers = self._answers, []
         if self._open:
-            self._told_load = self._port.load
-            self._frames.write((answers, self._told_load))
+            self._frames.write((answers, self._port.load))
