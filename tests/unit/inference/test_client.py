@@ -11,7 +11,12 @@ import pytest
 
 from agenticrun_workers.inference import client as client_module
 from agenticrun_workers.inference import request_port
-from agenticrun_workers.inference.client import MAX_LOST_ENGINES, GenerationClient, RequestRefused
+from agenticrun_workers.inference.client import (
+    MAX_LOST_ENGINES,
+    OLD_LOAD_SECONDS,
+    GenerationClient,
+    RequestRefused,
+)
 from agenticrun_workers.inference.request_port import Address, EngineLoad
 from agenticrun_workers.launch import ActorUnavailable
 from agenticrun_workers.types import FinishReason, GenerationRequest, SamplingParams
@@ -200,6 +205,7 @@ async def engine_of_next_turn(load: EngineLoad, other: EngineLoad, prompt_tokens
     first = await asyncio.wait_for(client.generate(request()), 20)
     for name, link in client._links.items():
         link.load = load if name == first.engine else other
+        link.told = asyncio.get_running_loop().time()
     prompt_T = np.ones(prompt_tokens, np.int32)
     turn = GenerationRequest("a.2", "a", prompt_T, SamplingParams(100))
     second = await asyncio.wait_for(client.generate(turn), 20)
@@ -228,6 +234,25 @@ async def test_a_session_leaves_its_engine_only_for_one_that_is_sooner(
     load: EngineLoad, other: EngineLoad, prompt_tokens: int, chosen: str
 ) -> None:
     assert await engine_of_next_turn(load, other, prompt_tokens) == chosen
+
+
+@pytest.mark.parametrize(("age", "chosen"), [(0.0, {"b"}), (2 * OLD_LOAD_SECONDS, {"a", "b"})])
+async def test_an_engine_that_others_kept_busy_is_asked_again_after_a_time(
+    age: float, chosen: set[str]
+) -> None:
+    engines = {name: FakeEngine(ANSWER_T) for name in "ab"}
+    client = GenerationClient("c")
+    client.set_engines({name: Remote(engine) for name, engine in engines.items()})
+    busy = client._links["a"]
+    busy.load = EngineLoad(requests=40, tokens=20_000.0, seats=64)
+    busy.told = asyncio.get_running_loop().time() - age
+    asking = (client.generate(request(str(number))) for number in range(8))
+    answers = await asyncio.wait_for(asyncio.gather(*asking), 20)
+    assert {answer.engine for answer in answers} == chosen
+    client.set_engines({})
+    for engine in engines.values():
+        await engine.close()
+    await asyncio.sleep(0)  # the loop closes the connections
 
 
 async def test_new_sessions_spread_over_engines_before_any_answers() -> None:

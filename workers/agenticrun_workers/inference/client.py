@@ -43,6 +43,9 @@ PROMPT_TOKENS_PER_SAMPLED = 32
 
 Prompts are computed at once, and tokens sampled one by one: 20 to 100 times slower on GPUs.
 """
+OLD_LOAD_SECONDS = 5.0
+"""Time after which a client asks an engine again that other clients had kept busy."""
+
 MAX_LOST_ENGINES = 3
 """Engines that may die of a request. Otherwise one that crashes them would end all of them."""
 
@@ -111,6 +114,8 @@ class _EngineLink:
         self.outgoing: list[GenerationRequest] = []
         self.load = EngineLoad()
         """As the engine told last, with what was sent to it since then."""
+        self.told = 0.0
+        """When it told that, in the time of the event loop."""
         self.frames: Frames | None = None
         """The connection, if there is one. Without it requests wait in `in_flight`."""
         self.reachable = True
@@ -125,6 +130,19 @@ class _EngineLink:
         self.in_flight[request.request_id] = waiting
         self.outgoing.append(request)
         self.load = self.load.begun(self.load.expected(request))
+
+    def load_now(self) -> EngineLoad:
+        """Return the load. An engine that has had no reason to tell it for a time counts as idle.
+
+        It tells it with answers: without a request there, it would stay busy for ever.
+        """
+        if (
+            self.load.requests
+            and not self.in_flight
+            and asyncio.get_running_loop().time() - self.told > OLD_LOAD_SECONDS
+        ):
+            self.load = replace(self.load, requests=0, tokens=0.0)
+        return self.load
 
 
 class GenerationClient:
@@ -219,11 +237,11 @@ class GenerationClient:
         held = self._links.get(self._sessions.get(request.session, ""))
         if held is not None and not held.reachable and reachable:
             held = None
-        if held is not None and not held.load.full:
+        if held is not None and not held.load_now().full:
             return held
         links = reachable or list(self._links.values())
         candidates = self._random.sample(links, k=min(2, len(links)))
-        link = min(candidates, key=lambda candidate: candidate.load.tokens)
+        link = min(candidates, key=lambda candidate: candidate.load_now().tokens)
         if held is not None:
             prefix = len(request.prompt_tokens) / PROMPT_TOKENS_PER_SAMPLED
             if held.load.tokens <= link.load.tokens + prefix:
@@ -269,6 +287,7 @@ class GenerationClient:
         try:
             while True:
                 answers, link.load = await frames.read()
+                link.told = asyncio.get_running_loop().time()
                 for answer in answers:
                     self._deliver(link, answer)
         except (OSError, EOFError):
