@@ -218,7 +218,7 @@ def bounded_exp(log_ratio: float) -> float:
 
 
 class PackedTokens(NamedTuple):
-    """What every level reads and writes: packed tokens and the bounds."""
+    """The packed tokens and the bounds, which every level reads, and its results."""
 
     turns_L: NDArray[np.int32]
     old_L: NDArray[Any]

@@ -88,9 +88,10 @@ it holds about 280, and the next one would block the whole worker.
 """
 
 MAX_TIMEOUTS = 2 * MAX_STARTS
-"""Starts in a row that took too long after which the server begins anew.
+"""After so many starts in a row that took too long, the server is replaced.
 
-It may be frozen, or hang in the import of the module; with those that wait, its socket is not full.
+It may be frozen, or hang in the import of the module. Its socket has room for these requests and
+for those that wait.
 """
 
 MAX_GROWTH = 512 * 1024 * 1024

@@ -35,7 +35,7 @@ QUIET_SECONDS = 10.0
 
 
 class RunConsole(Console):
-    """A console of a run, which goes on when nobody reads its output any more (`... | head`)."""
+    """A console that falls silent when its reader has gone (`... | head`), so the run goes on."""
 
     def on_broken_pipe(self) -> None:
         """Write nothing more."""
