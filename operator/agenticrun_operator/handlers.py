@@ -1,4 +1,4 @@
-"""Connects kopf's start-up, clean-up and probes to the `OperatorRuntime`.
+"""Connects kopf's start-up and clean-up to the `OperatorRuntime`.
 
 kopf watches nothing here: a watch of kopf that gets 403 or 404, because a namespace or a CRD is
 missing, ends the whole operator. `watches.py` does that instead.
@@ -36,15 +36,6 @@ def register(registry: kopf.OperatorRegistry, runtime: OperatorRuntime) -> None:
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:
         await runtime.stop()
-
-    @kopf.on.probe(registry=registry, id="workers")
-    async def workers(**_: Any) -> int:
-        runtime.check_alive()
-        return runtime.reconcile_workers.alive
-
-    @kopf.on.probe(registry=registry, id="secondsSinceEvent")
-    async def last_event(**_: Any) -> float:
-        return round(runtime.seconds_since_event, 1)
 
 
 class Endless:

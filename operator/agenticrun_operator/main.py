@@ -34,5 +34,4 @@ async def serve(settings: Settings) -> None:
         settings=kopf_settings,
         standalone=True,
         clusterwide=True,
-        liveness_endpoint=f"http://0.0.0.0:{settings.probe_port}/healthz",
     )

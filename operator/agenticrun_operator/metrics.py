@@ -1,9 +1,9 @@
-"""Prometheus metrics of the operator itself, and the page that serves them with those of runs."""
+"""Prometheus metrics of the operator itself, and the HTTP pages of the operator."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from prometheus_client import (
@@ -85,21 +85,31 @@ LAST_EVENT = Gauge(
 )
 
 
-async def serve_metrics(port: int, runs: Callable[[], CollectorRegistry]) -> web.AppRunner:
-    """Serve GET /metrics on `port`. Call `cleanup()` on the result to stop.
+async def metrics_page(runs: Callable[[], CollectorRegistry]) -> web.Response:
+    """Return the metrics of the operator and of the runs.
 
     Args:
-        port: the port.
         runs: returns the metrics of the runs as they are now. They are formatted in a thread: those
             of a thousand runs take half a second.
     """
+    body = generate_latest() + await asyncio.to_thread(generate_latest, runs())
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def metrics(_request: web.Request) -> web.Response:
-        body = generate_latest() + await asyncio.to_thread(generate_latest, runs())
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+async def serve_page(
+    port: int, path: str, page: Callable[[], Awaitable[web.Response]]
+) -> web.AppRunner:
+    """Serve GET `path` on `port`. Call `cleanup()` on the result to stop.
+
+    Without a host aiohttp listens on IPv4 and on IPv6: the kubelet and Prometheus reach a pod that
+    has only one of them, too.
+    """
+
+    async def handle(_request: web.Request) -> web.Response:
+        return await page()
 
     app = web.Application()
-    app.router.add_get("/metrics", metrics)
+    app.router.add_get(path, handle)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, port=port).start()

@@ -26,7 +26,8 @@ from agenticrun_operator.metrics import (
     QUEUE_LENGTH,
     QUEUE_OLDEST,
     RECONCILE_LONGEST,
-    serve_metrics,
+    metrics_page,
+    serve_page,
 )
 from agenticrun_operator.reconcile_workers import WORKERS, ReconcileWorkers, resync
 from agenticrun_operator.reconciler import Reconciler
@@ -80,7 +81,6 @@ class OperatorRuntime:
         QUEUE_LENGTH.set_function(lambda: len(self.queue))
         QUEUE_OLDEST.set_function(lambda: self.queue.oldest_seconds)
         RECONCILE_LONGEST.set_function(lambda: self.reconcile_workers.longest_seconds)
-        self._metrics: web.AppRunner = await serve_metrics(settings.metrics_port, self._run_metrics)
         self._background = [
             asyncio.create_task(self._leadership.run(), name="lease"),
             asyncio.create_task(
@@ -97,6 +97,10 @@ class OperatorRuntime:
                 for namespace in settings.namespaces or (None,)
                 for watch in self._watches(namespace)
             ),
+        ]
+        self._pages = [
+            await serve_page(settings.metrics_port, "/metrics", self._metrics),
+            await serve_page(settings.probe_port, "/healthz", self._health),
         ]
 
     def _watches(self, namespace: str | None) -> tuple[Watch, ...]:
@@ -116,14 +120,27 @@ class OperatorRuntime:
             await self._leadership.release()
         except ClusterError as error:
             log.warning("cannot release the lease: %s", error)
-        await self._metrics.cleanup()
+        for page in self._pages:
+            await page.cleanup()
         await self._session.close()
         await self._kube.close()
+
+    async def _metrics(self) -> web.Response:
+        return await metrics_page(self._run_metrics)
 
     def _run_metrics(self) -> CollectorRegistry:
         """Return the metrics of all runs, if this is the operator that follows them."""
         leads = self._leadership.held.is_set()
         return run_registry(self._reconciler.run_states() if leads else [])
+
+    async def _health(self) -> web.Response:
+        """Answer the kubelet's probes: status 500 makes it restart the operator."""
+        try:
+            self.check_alive()
+        except RuntimeError as error:
+            return web.Response(status=500, text=f"{error}\n")
+        workers, seconds = self.reconcile_workers.alive, round(self.seconds_since_event, 1)
+        return web.json_response({"workers": workers, "secondsSinceEvent": seconds})
 
     def _apiserver_recovered(self) -> None:
         self.reconcile_workers.retry_failed()

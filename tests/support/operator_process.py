@@ -109,7 +109,9 @@ class OperatorProcess:
         self.process.wait(60)
 
     def check_alive(self) -> None:
+        """Ask as the kubelet does, at an address of each family: a pod may have only one."""
         assert self.process.poll() is None, self.log.read_text()[-4000:]
-        url = f"http://127.0.0.1:{self.probe_port}/healthz"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            assert json.load(answer)["workers"] == WORKERS
+        for host in ("127.0.0.1", "[::1]"):
+            url = f"http://{host}:{self.probe_port}/healthz"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                assert json.load(answer)["workers"] == WORKERS

@@ -1,0 +1,65 @@
+"""The operator's pages answer at IPv4 and IPv6 addresses, and the health page tells the truth."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from agenticrun_operator.metrics import serve_page
+from agenticrun_operator.reconcile_workers import WORKERS, ReconcileWorkers
+from agenticrun_operator.runtime import OperatorRuntime
+from agenticrun_operator.settings import Settings
+from agenticrun_operator.workqueue import Item
+from processes import free_port
+
+
+async def get(host: str, port: int, path: str) -> tuple[int, str]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{host}:{port}{path}") as answer,
+    ):
+        return answer.status, await answer.text()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_a_pod_with_an_address_of_either_family_can_be_probed(host: str) -> None:
+    async def page() -> web.Response:
+        return web.Response(text="ok")
+
+    port = free_port()
+    runner = await serve_page(port, "/healthz", page)
+    try:
+        assert await get(host, port, "/healthz") == (200, "ok")
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> OperatorRuntime:
+    monkeypatch.setenv("AGENTICRUN_OPERATOR_KEY", "k" * 32)
+    monkeypatch.setenv("AGENTICRUN_WORKER_IMAGE", "worker:1")
+    return OperatorRuntime(Settings())
+
+
+async def test_the_health_page_fails_when_a_background_task_has_ended(
+    runtime: OperatorRuntime,
+) -> None:
+    async def reconcile(_item: Item) -> float | None:
+        return None
+
+    task = asyncio.create_task(asyncio.sleep(60), name="lease")
+    runtime._background = [task]
+    runtime.reconcile_workers = ReconcileWorkers(runtime.queue, reconcile, asyncio.Event())
+    runtime.reconcile_workers.start()
+    healthy = await runtime._health()
+    assert healthy.status == 200
+    assert json.loads(healthy.text or "")["workers"] == WORKERS
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    ill = await runtime._health()
+    await runtime.reconcile_workers.stop()
+    assert (ill.status, "ended background tasks: ['lease']" in (ill.text or "")) == (500, True)
