@@ -320,13 +320,6 @@ MUTANTS = (
         ("tests/unit/operator/test_claims.py",),
     ),
     Mutant(
-        "operator/default-claim-for-a-started-run",
-        f"{OPERATOR}/resources/volumes.py",
-        "None if started_without else default_storage(run)",
-        "default_storage(run)",
-        ("tests/unit/operator/test_resources.py",),
-    ),
-    Mutant(
         "operator/status-of-an-older-crd",
         f"{OPERATOR}/reconciler.py",
         'parse_served(document).model_copy(update={"status": plan_.status})',

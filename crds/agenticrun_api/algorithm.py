@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import Field
 
-from agenticrun_api.base import SERVED, Coefficient, Model, Rule, Share, camel
+from agenticrun_api.base import Coefficient, Model, Rule, Share, camel
 
 Bound = Annotated[float, Field(gt=0, le=1e6)]
 Over = Literal["batch", "group", "none"]
@@ -87,12 +87,6 @@ class LossKl(Model):
     """Coefficient."""
 
 
-def _spelling(mode: Any, info: ValidationInfo) -> Any:
-    """Return the present spelling of a mode, for the stored runs of release 0.1."""
-    former = {"zeroReward": "zero_reward", "softPenalty": "soft_penalty"}
-    return former.get(mode, mode) if info.context is SERVED and isinstance(mode, str) else mode
-
-
 class Truncated(Model):
     """Treatment of truncated trajectories (max_turns, max_tokens, context_overflow)."""
 
@@ -122,9 +116,7 @@ class Truncated(Model):
         ),
     )
 
-    mode: Annotated[
-        Literal["train", "mask", "zero_reward", "soft_penalty"], BeforeValidator(_spelling)
-    ] = "train"
+    mode: Literal["train", "mask", "zero_reward", "soft_penalty"] = "train"
     """train: train on them as they are. mask: keep them in the statistics but not in the loss.
     zero_reward: set the environment's reward to 0. soft_penalty: DAPO's overlong shaping, which
     depends on length alone and applies to every trajectory."""

@@ -74,7 +74,7 @@ def parse_mounted(document: dict[str, Any]) -> AgenticRun:
         return AgenticRun.model_validate(document, context=SERVED)
     except ValidationError as error:
         details = error.errors(include_url=False)
-    theirs = document.get("metadata", {}).get("annotations", {}).get(ANNOTATION_VERSION, "0.1.0")
+    theirs = document.get("metadata", {}).get("annotations", {}).get(ANNOTATION_VERSION, "unknown")
     hint = (
         f": the worker image has AgenticRun {__version__}, the operator {theirs}; leave spec.image "
         "out or set a newer one, or leave the field out"

@@ -218,7 +218,7 @@ class JobStatus(Model):
     """Number of the attempt, from 1."""
     submission_id: ShortText
     """Ray's id of the job."""
-    # Do not rename it: helm does not upgrade a CRD. That of 0.1 would drop another name, and the
+    # Do not rename it: helm does not upgrade a CRD. An older one would drop another name, and the
     # operator would take every attempt for lost.
     incarnation: ShortText = ""
     """Opaque id of the start of the head that the attempt was submitted to. With another one, Ray

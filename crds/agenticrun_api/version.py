@@ -4,19 +4,11 @@ The build reads it, `make generate` copies it into the chart, and images, which 
 without package metadata, import it. Between two releases it is the next one's with `-dev`.
 """
 
-__version__ = "0.2.0-dev"
+__version__ = "0.2.0"
 
 REGISTRY = ""
 """Host and path of this version's images and chart. Empty in a source tree, for which no registry
 has images; the release workflow sets it (tools/release.py registry)."""
-
-
-def takes_replicas(other: str) -> bool:
-    """Return True if a worker image of this version takes other numbers of replicas over."""
-    try:
-        return tuple(int(part) for part in other.split(".")[:2]) >= (0, 2)
-    except ValueError:
-        return False
 
 
 def is_supported(other: str) -> bool:

@@ -28,18 +28,14 @@ from agenticrun_operator.observed import (
     read_pods,
 )
 from agenticrun_operator.planning.times import backoff_seconds, parse_time
-from agenticrun_operator.release_0_1 import RandomTokens
 from agenticrun_operator.resources import (
-    CLAIM_KIND,
     Child,
     Manifest,
     OperatorKey,
-    claim_name,
     code_config_map,
     key_id_of,
-    may_lack_its_claim,
     mounted_names,
-    with_its_claim,
+    secret_of,
 )
 from agenticrun_operator.watch_cache import WatchedObjects
 
@@ -96,7 +92,6 @@ class Observer:
         self._watched = watched
         self._key = key
         self._clock = clock
-        self._random_tokens = RandomTokens(kube)
         self._events_denied: dict[str, datetime] = {}
         """When the events of a namespace were denied last."""
         self._silent: dict[tuple[str, str], _Silence] = {}
@@ -164,15 +159,10 @@ class Observer:
 
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
         wanted = mounted_names(run)
-        if may_lack_its_claim(run):
-            wanted = (*wanted, Child(CLAIM_KIND, claim_name(run)))
         found = await asyncio.gather(
             *(self._kube.get(child.kind, run.metadata.namespace, child.name) for child in wanted)
         )
-        children = dict(zip(wanted, found, strict=True))
-        its_claim = children.get(Child(CLAIM_KIND, claim_name(run)))
-        known = mounted_names(with_its_claim(run, its_claim))
-        return {child: children[child] for child in known}
+        return dict(zip(wanted, found, strict=True))
 
     async def look(
         self,
@@ -293,7 +283,7 @@ class Observer:
         pod = Observed(pods=objects.pods).head(run.metadata.uid)
         if pod is None or pod.ip is None:
             return None
-        tokens = await self._tokens(run, objects.children[Child("RayCluster", run.metadata.name)])
+        tokens = self._tokens(run, objects.children[Child("RayCluster", run.metadata.name)])
         if isinstance(tokens, Unreachable):
             return tokens
         ray_token, reporter_token = tokens
@@ -304,14 +294,16 @@ class Observer:
             reporter_token,
         )
 
-    async def _tokens(
-        self, run: AgenticRun, cluster: Manifest | None
-    ) -> tuple[str, str] | Unreachable:
+    def _tokens(self, run: AgenticRun, cluster: Manifest | None) -> tuple[str, str] | Unreachable:
         """Return Ray's and the reporter's token of the RayCluster's pods, or why not."""
         uid = run.metadata.uid
         key_id = key_id_of(run, cluster) if cluster else self._key.id
-        if key_id is None:
-            return await self._random_tokens.read(run)
+        if cluster and key_id is None:
+            return Unreachable(
+                f"the pods have the tokens of Secret {secret_of(cluster) or '(none)'}, which the "
+                "operator has not made: set spec.authOptions.secretName back",
+                Reason.TOKENS_UNKNOWN,
+            )
         if key_id != self._key.id:
             return Unreachable(
                 f"the run's tokens were made with operator key {key_id}, and this operator has key "

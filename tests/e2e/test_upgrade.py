@@ -1,6 +1,6 @@
 """Upgrades while runs go on, with the commands of docs/upgrade.md.
 
-From the previous release to this tree and back, and with the CRD of a later version. They are
+From the previous version to this tree and back, and with the CRD of a later version. They are
 drills (AGENTICRUN_E2E_DRILLS=all), and need the history of the repository.
 """
 
@@ -23,13 +23,12 @@ import pytest
 import yaml
 
 from agenticrun_api.names import LABEL_RUN
+from agenticrun_api.version import __version__
 from installation import ALL_DRILLS, Images, Operator, others_paused
 from lake import Pods, behind_gate, small_lake
 from testcluster import ROOT, Cluster, CommandFailed, devcluster
 from waiting import eventually
 
-PREVIOUS = "b5fe875ed7193c633b910b1a9eb46a0ae74ab0e1"
-"""Commit of release 0.1.0."""
 SYSTEM = "agenticrun-upgrade-system"
 RUNS = "agenticrun-upgrade"
 RELEASE = "agenticrun-upgrade"
@@ -74,23 +73,46 @@ def this_tree(images: Images) -> Release:
 
 @pytest.fixture(scope="session")
 def previous(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Release:
-    """Release 0.1.0, built from its own sources by the tools of this tree."""
-    git = ["git", "-C", str(ROOT)]
-    known = subprocess.run(
-        [*git, "cat-file", "-e", f"{PREVIOUS}^{{commit}}"], capture_output=True, check=False
-    )
-    assert known.returncode == 0, (
-        f"release 0.1.0 is built from commit {PREVIOUS}, which is missing here: clone the "
-        "repository with its history, or complete it by `git fetch --unshallow`"
-    )
-    archive = subprocess.run([*git, "archive", PREVIOUS], stdout=subprocess.PIPE, check=True).stdout
-    root = tmp_path_factory.mktemp("agenticrun-0.1.0")
+    """The version before this tree's, built from its own sources by the tools of this tree."""
+    commit = previous_version()
+    archive = subprocess.run(
+        ["git", "-C", str(ROOT), "archive", commit], stdout=subprocess.PIPE, check=True
+    ).stdout
+    root = tmp_path_factory.mktemp("agenticrun-previous")
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         tar.extractall(root, filter="data")
     done = devcluster("images", "--source", str(root))
-    assert done.returncode == 0, "the images of release 0.1.0 cannot be built, see the output above"
+    assert done.returncode == 0, f"the images of {commit} cannot be built, see the output above"
     built = json.loads(done.stdout)
     return Release(root, Images(built["operator"], built["worker"], {}))
+
+
+def previous_version() -> str:
+    """Return the commit of the version before this tree's.
+
+    The newest tag before this version's own, or without tags what CHANGELOG.md says: with a section
+    "Unreleased", the commit that dated the newest release; without, the one before it.
+    """
+    if tag := git("describe", "--tags", "--abbrev=0", f"--exclude=v{__version__}", "--match=v*"):
+        return git("rev-parse", f"{tag}^{{commit}}")
+    headings = re.findall(r"^## .+$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    released = next(heading for heading in headings if heading != "## Unreleased")
+    dated = git("log", "--format=%H", f"-S{released}", "--", "CHANGELOG.md").splitlines()
+    before = "^" if dated and headings[0] == released else ""
+    found = git("rev-parse", "--verify", f"{dated[-1] if dated else 'HEAD'}{before}")
+    assert found, (
+        "the commit of the previous version is missing here: clone the repository with its "
+        "history, or complete it by `git fetch --unshallow`"
+    )
+    return found
+
+
+def git(*words: str) -> str:
+    """Return the output of a git command in this repository; empty if it fails."""
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
 
 
 @contextmanager
@@ -258,7 +280,6 @@ def begin(
     max_steps: int,
     *,
     saves: bool = False,
-    former: bool = False,
     **more: Any,
 ) -> Run:
     """Apply a small run. It stops now and then until `Run.trains_on` or `Run.ends_well`.
@@ -268,7 +289,6 @@ def begin(
         name: of the run.
         max_steps: of the run.
         saves: give it a claim, and a checkpoint after each step; without, nothing is saved.
-        former: the run is one of release 0.1.
         more: fields of the spec.
     """
     storage: dict[str, Any] = {"uri": "/checkpoints", "volumeClaim": {"size": "1Gi"}}
@@ -276,12 +296,7 @@ def begin(
         more["checkpoint"] = storage
     document = small_lake(name, max_steps=max_steps, save_steps=int(saves), **more)
     if not saves:
-        document["spec"].pop("checkpoint")
-        if former:  # and a word that is spelt in another way since
-            algorithm = document["spec"]["pipeline"].setdefault("algorithm", {})
-            algorithm["truncated"] = {"mode": "zeroReward"}
-        else:
-            document["spec"]["checkpoint"] = {"none": True}
+        document["spec"]["checkpoint"] = {"none": True}
     document["spec"]["pipeline"].pop("warmup")
     for role in document["spec"]["roles"].values():
         role["memory"] = "1536Mi"  # three runs at a time on a small node
@@ -289,49 +304,42 @@ def begin(
     return Run(runs, name, max_steps)
 
 
-def test_runs_of_the_previous_release_survive_the_upgrade_and_the_way_back(
+def test_runs_of_the_previous_version_survive_the_upgrade_and_the_way_back(
     cluster: Cluster, previous: Release, this_tree: Release
 ) -> None:
     with installed(cluster, previous) as operator:
         runs = cluster.in_namespace(RUNS)
-        kept = begin(runs, "kept", 2, former=True, cleanup={"onSuccess": "Keep"})
+        kept = begin(runs, "kept", 2, cleanup={"onSuccess": "Keep"})
         kept.wait("Succeeded")
-        saving = begin(runs, "saving", 80, saves=True, former=True)
-        bare = begin(runs, "bare", 130, former=True)
+        saving = begin(runs, "saving", 80, saves=True)
+        bare = begin(runs, "bare", 130)
         for run in (saving, bare):
             run.wait_for_step(3)
         eventually(lambda: "checkpoint" in saving.status, 120, "a checkpoint", interval=0.5)
         before = {run: run.identity() for run in (kept, saving, bare)}
 
-        upgrade, delete_lease = the_upgrade_from_0_1(this_tree)
-        for command in upgrade[:-1]:
-            carry_out(cluster, command)
-            for run in (saving, bare):
-                run.trains_on()  # without an operator
+        crd, upgrade = commands("## The steps")
+        carry_out(cluster, crd)
+        for run in (saving, bare):
+            run.trains_on()  # with the old operator
         time.sleep(READING_SECONDS)
-        carry_out(cluster, upgrade[-1])
-        is_ready(operator, this_tree)
         statuses_are_true(saving, bare)
-        carry_out(cluster, delete_lease)
+        # The values of this installation name images, so the upgrade names the new ones.
+        carry_out(cluster, upgrade + new_images(this_tree))
+        is_ready(operator, this_tree)
         for run in (saving, bare):
             run.trains_on()
         statuses_are_true(saving, bare)
         assert {run: run.identity() for run in before} == before, "nothing starts again"
         saving.ends_well(before[saving])
         assert saving.status["checkpoint"]["step"] == saving.max_steps
-
-        the_operator_reads_no_secrets(cluster, operator, upgrade[-1], bare)
         begin(runs, "fresh", 3).wait("Succeeded")
-        carry_out(cluster, upgrade[-1])
-        statuses_are_true(bare, seconds=60)  # it tries again to read them
-        assert bare.identity() == before[bare]
 
-        for command in commands("## Back to 0.1.0"):
-            carry_out(cluster, command, **the_way_back(cluster, previous))
-            bare.trains_on()
-            if command[0] == "kubectl":
-                time.sleep(READING_SECONDS)
+        history, rollback = commands("## The way back")
+        carry_out(cluster, history)
+        carry_out(cluster, rollback, REVISION="1")
         is_ready(operator, previous)
+        bare.trains_on()
         statuses_are_true(bare, seconds=60)
         assert {run: run.identity() for run in (kept, bare)} == {
             run: before[run] for run in (kept, bare)
@@ -347,17 +355,6 @@ def is_ready(operator: Operator, release: Release) -> None:
     assert pod["spec"]["containers"][0]["image"] == release.images.operator
 
 
-def the_upgrade_from_0_1(release: Release) -> tuple[list[list[str]], list[str]]:
-    """Return the page's commands up to the upgrade, and the one that deletes the old Lease.
-
-    The values of this installation name images, so the upgrade names the new ones.
-    """
-    *upgrade, delete_lease = commands("## Upgrade from 0.1")
-    assert upgrade[-1][:2] == ["helm", "upgrade"]
-    assert "lease" in delete_lease
-    return [*upgrade[:-1], upgrade[-1] + new_images(release)], delete_lease
-
-
 def new_images(release: Release) -> list[str]:
     """Return the options of helm that name the images of a release."""
     names = release.image_values()
@@ -366,40 +363,6 @@ def new_images(release: Release) -> list[str]:
         f"--set=image.tag={names['image']['tag']}",
         f"--set=images.worker={names['images']['worker']}",
     ]
-
-
-def the_operator_reads_no_secrets(
-    cluster: Cluster, operator: Operator, upgrade: list[str], run: Run
-) -> None:
-    """Take the operator's right to read Secrets away while a run of release 0.1 goes on."""
-    carry_out(cluster, [word.replace("Secrets=true", "Secrets=false") for word in upgrade])
-    account = f"--as=system:serviceaccount:{SYSTEM}:{RELEASE}"
-    with pytest.raises(CommandFailed):
-        cluster.command("kubectl", "auth", "can-i", "get", "secrets", "-n", RUNS, account)
-    operator.delete_pod()  # a new one has not read them before
-    eventually(
-        lambda: run.condition("Training").get("reason") == "TokensUnknown",
-        60,
-        "the status says that the tokens are unknown",
-        interval=0.5,
-    )
-    assert run.condition("Training")["status"] == "Unknown"
-    assert "migration.readRunSecrets" in run.condition("Training")["message"]
-    shown = run.status["step"]
-    run.trains_on()
-    assert run.status["step"] == shown, "the status stands still"
-
-
-def the_way_back(cluster: Cluster, release: Release) -> dict[str, str]:
-    """Return what the page leaves open in the commands that go back to a release."""
-    history = json.loads(
-        cluster.command("helm", "history", RELEASE, "--namespace", SYSTEM, "-o", "json")
-    )
-    revisions = [item["revision"] for item in history if item["chart"] == "agenticrun-0.1.0"]
-    return {
-        "REVISION": str(revisions[0]),
-        f"agenticrun-0.1.0/{CRD}": str(release.root / CRD),
-    }
 
 
 def test_a_later_crd_comes_before_its_operator(

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import json
 import pickle
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -137,8 +137,6 @@ class World:
     rejoin_seconds: float = 0.0
     """Time in which the workers of a lost head notice it and start again."""
     """The words with which a quota refuses KubeRay's pods."""
-    secrets_readable: bool = False
-    """The operator may read Secrets, as release 0.1 might."""
     gpus: Gpus | None = None
     """None: there are enough."""
     lost: dict[str, bool] = field(default_factory=dict)
@@ -283,18 +281,6 @@ class World:
     def delete_secret(self) -> None:
         """Delete the Secret with the tokens. Containers that run keep them."""
         self.objects.pop(self.secret, None)
-
-    def turn_into_release_0_1(self) -> None:
-        """Give the run's objects the shape and the random tokens of release 0.1."""
-        self.delete_secret()
-        for name, key in (("ray-token", "auth_token"), ("reporter", "token")):
-            data = {key: b64encode(f"random {key}".encode()).decode()}
-            owners = self.objects["RayCluster", NAME]["metadata"]["ownerReferences"]
-            metadata = {"name": f"{NAME}-{name}", "ownerReferences": owners}
-            self._store({"kind": "Secret", "metadata": metadata, "data": data})
-        self.objects["RayCluster", NAME]["spec"]["authOptions"]["secretName"] = f"{NAME}-ray-token"
-        random = {"auth_token": "random auth_token", "token": "random token"}
-        self._tokens = dict.fromkeys(self._tokens, random)
 
     def crash(self) -> None:
         """The operator's process dies, wherever it is."""
@@ -570,7 +556,7 @@ class World:
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
         self._point(f"get {kind}")
         self._check_served(kind)
-        if kind == "Secret" and not self.secrets_readable:
+        if kind == "Secret":
             raise Denied("secrets is forbidden")
         assert namespace == NAMESPACE
         return copied(self.objects.get((kind, name)))

@@ -90,8 +90,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
   verbs: [get, create]
 - apiGroups: [""]
   resources: [secrets]
-  # Release 0.1 stored random tokens, which a newer operator must read to follow a run of that release.
-  verbs: [create{{ if .Values.migration.readRunSecrets }}, get{{ end }}]
+  verbs: [create]
 - apiGroups: [""]
   resources: [events]
   # list: what a pod waits for that its node cannot prepare, such as a Secret that does not exist, is in no field of the pod.

@@ -32,13 +32,10 @@ from agenticrun_operator.planning.plan import Plan
 from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import (
-    CLAIM_KIND,
     Event,
     Manifest,
     OperatorKey,
     WorkerImages,
-    claim_name,
-    with_its_claim,
 )
 
 SAFETY_NET_SECONDS = 30.0
@@ -66,7 +63,6 @@ def plan(
             created. The new plan creates nothing.
         scaling_error: the same for the change of the RayCluster. The new plan does not change it.
     """
-    run = with_its_claim(run, observed.child(CLAIM_KIND, claim_name(run)))
     draft = Draft(run, now)
     if run.metadata.deletion_timestamp:
         ending.end_deleted(draft, observed)

@@ -81,12 +81,8 @@ def give_pods_back(draft: Draft, observed: Observed, reason: Reason, message: st
 
 
 def reset_start_time(draft: Draft) -> None:
-    """Let the run, and its activeDeadlineSeconds, start again when it gets pods again.
-
-    A run that version 0.1 started without checkpoints keeps its start time: it is known by it.
-    """
-    if draft.status.volume_claim or draft.run.spec.checkpoint:
-        draft.set(start_time=None)
+    """Let the run, and its activeDeadlineSeconds, start again when it gets pods again."""
+    draft.set(start_time=None)
 
 
 def is_queued(draft: Draft) -> bool:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from agenticrun_api import ConditionType, Phase, Reason
-from agenticrun_api.version import takes_replicas
 from agenticrun_operator.errors import ClusterError, RightMissing
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning import attempts, roles, scaling, startup
@@ -93,8 +92,6 @@ def _keeps_its_pods(draft: Draft) -> str | None:
         return None
     if storage_of(draft.run) is None:
         return "it saves no checkpoints"
-    if job.version is None or not takes_replicas(job.version):
-        return f"the worker image has AgenticRun {job.version or '0.1'}, which needs 0.2 for this"
     if not draft.status.step:
         return "it has made no step yet that could be saved"
     return None

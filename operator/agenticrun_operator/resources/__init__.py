@@ -14,10 +14,8 @@ from agenticrun_operator.resources.claims import (
     created_claim,
     is_retained,
     made_by,
-    may_lack_its_claim,
     unbound,
     unsuitable,
-    with_its_claim,
 )
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import (
@@ -60,7 +58,6 @@ __all__ = [
     "is_retained",
     "key_id_of",
     "made_by",
-    "may_lack_its_claim",
     "mounted_children",
     "mounted_names",
     "ray_cluster",
@@ -72,5 +69,4 @@ __all__ = [
     "tokens_secret",
     "unbound",
     "unsuitable",
-    "with_its_claim",
 ]

@@ -14,7 +14,7 @@ from agenticrun_operator.resources.metadata import (
     child_metadata,
     controller_uid,
 )
-from agenticrun_operator.resources.volumes import claim_name, default_storage, storage_of
+from agenticrun_operator.resources.volumes import claim_name, storage_of
 
 CLAIM_KIND = "PersistentVolumeClaim"
 
@@ -32,29 +32,6 @@ def checkpoint_claim_name(run: AgenticRun) -> str | None:
     if storage is None or storage.volume_claim is None:
         return None
     return storage.volume_claim.claim_name or claim_name(run)
-
-
-def may_lack_its_claim(run: AgenticRun) -> bool:
-    """Return True if the run may have a default claim although its status names none.
-
-    A CRD of release 0.1, in which `status.volumeClaim` is missing, has dropped it; or release 0.1
-    started the run, without a claim.
-    """
-    unnamed = run.status.start_time is not None and run.status.volume_claim is None
-    return unnamed and default_storage(run) is not None
-
-
-def with_its_claim(run: AgenticRun, manifest: Manifest | None) -> AgenticRun:
-    """Return the run with the claim in its status that its status should name.
-
-    Args:
-        run: the run.
-        manifest: the object with the name of its default claim.
-    """
-    if manifest is None or not may_lack_its_claim(run) or not is_retained(run, manifest):
-        return run
-    named = run.status.model_copy(update={"volume_claim": claim_name(run)})
-    return run.model_copy(update={"status": named})
 
 
 def checkpoint_claim(run: AgenticRun, claim: VolumeClaim) -> Manifest:

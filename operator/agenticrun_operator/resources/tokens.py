@@ -74,7 +74,7 @@ def secret_of(cluster: Manifest) -> str:
 def key_id_of(run: AgenticRun, cluster: Manifest) -> str | None:
     """Return the id of the key that the tokens of a RayCluster's pods are derived from.
 
-    None if they are not derived: release 0.1 made random ones.
+    None if the Secret that the RayCluster names is not one of the operator's.
     """
     name, prefix = secret_of(cluster), _name_prefix(run)
     return name.removeprefix(prefix) if name.startswith(prefix) else None

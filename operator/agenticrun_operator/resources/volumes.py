@@ -49,14 +49,12 @@ def storage_of(run: AgenticRun) -> Checkpoint | None:
     """Return the storage of the run's checkpoints; None if it saves none.
 
     A run that names none gets a claim of the default StorageClass, if the size of its model is
-    known. One that version 0.1 started without gets none: its pods and its driver know of none.
+    known.
     """
-    started_without = run.status.start_time is not None and run.status.volume_claim is None
-    default = None if started_without else default_storage(run)
-    return default or run.spec.storage
+    return _default_storage(run) or run.spec.storage
 
 
-def default_storage(run: AgenticRun) -> Checkpoint | None:
+def _default_storage(run: AgenticRun) -> Checkpoint | None:
     """Return the storage with the claim that a run gets if it names none; None if it gets none."""
     spec, storage = run.spec, run.spec.storage
     if spec.model.initialize is None or (

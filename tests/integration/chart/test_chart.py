@@ -388,13 +388,10 @@ def test_a_secret_of_the_users_holds_the_key(cluster: Cluster) -> None:
     assert "Secret" not in {kind for kind, _, _ in objects}
 
 
-def test_the_operator_reads_secrets_only_where_the_migration_needs_it(cluster: Cluster) -> None:
-    def verbs(**values: Any) -> set[str]:
-        rules = render(cluster, **values)["ClusterRole", "", OPERATOR]["rules"]
-        return {verb for rule in rules if "secrets" in rule["resources"] for verb in rule["verbs"]}
-
-    assert verbs() == {"create"}
-    assert verbs(migration={"readRunSecrets": True}) == {"create", "get"}
+def test_the_operator_reads_no_secret_of_a_run(cluster: Cluster) -> None:
+    rules = render(cluster)["ClusterRole", "", OPERATOR]["rules"]
+    verbs = {verb for rule in rules if "secrets" in rule["resources"] for verb in rule["verbs"]}
+    assert verbs == {"create"}
 
 
 def policy_text(objects: Objects) -> str:
@@ -429,7 +426,6 @@ def test_the_policy_protects_the_releases_namespace_unless_it_is_watched(cluster
             "/admissionPolicy/serviceAccountNames/0",
         ),
         ({"operatorKey": {"existingSecret": "A b"}}, "/operatorKey/existingSecret"),
-        ({"migration": {"readRunSecrets": "yes"}}, "/migration/readRunSecrets"),
         ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
         ({"registry": "a b"}, "/registry"),
         ({"registry": "r.example/"}, "/registry"),

@@ -106,19 +106,6 @@ def test_a_served_run_still_has_to_keep_the_rules_that_always_were() -> None:
         parse_served(run_with((f"{P}.rolloutBatchSize", 9)))
 
 
-@pytest.mark.parametrize(
-    ("former", "mode", "rest"),
-    [("zeroReward", "zero_reward", {}), ("softPenalty", "soft_penalty", {"limit": 9, "buffer": 1})],
-)
-def test_a_stored_run_of_release_0_1_may_have_the_former_spelling(
-    former: str, mode: str, rest: dict[str, int]
-) -> None:
-    document = run_with((f"{P}.algorithm.truncated", {"mode": former, **rest}))
-    assert parse_served(document).spec.pipeline.algorithm.truncated.mode == mode
-    with pytest.raises(InvalidRun, match=rf"truncated\.mode: Input should be .*\(got '{former}'\)"):
-        parse_run(document)
-
-
 def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(InvalidRun) as caught:
         parse_run(

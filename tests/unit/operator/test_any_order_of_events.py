@@ -197,12 +197,6 @@ class AnyOrder(RuleBasedStateMachine):
             operator.key = OTHER_KEY if lost else KEY
             operator.upgrade(operator.images)
 
-    @rule(readable=st.booleans())
-    def run_is_one_of_release_0_1(self, readable: bool) -> None:
-        self.world.secrets_readable = readable
-        if ("RayCluster", NAME) in self.world.objects:
-            self.world.turn_into_release_0_1()
-
     def is_suspended(self) -> bool:
         return bool(self.world.run["spec"].get("suspend"))
 

@@ -83,11 +83,11 @@ async def test_the_ttl_deletes_no_checkpoint() -> None:
     assert CLAIM in world.objects
 
 
-async def test_the_claim_of_an_earlier_version_is_left_as_it_is() -> None:
-    """In 0.1 every claim had an owner. It dies with that run, and the next run waits for that."""
+async def test_a_claim_with_an_owner_is_left_as_it_is() -> None:
+    """It dies with its run, and the next run waits for that."""
     world = World()
     await a_run(world, SMALL | {"retain": False})
-    world.run["spec"]["checkpoint"]["volumeClaim"]["retain"] = True  # the new CRD's default
+    world.run["spec"]["checkpoint"]["volumeClaim"]["retain"] = True
     before = claim_of(world)
     operator = Operator(world)
     await operator.settle()

@@ -13,7 +13,7 @@ from operator_world import IMAGES, NAME, Operator, World, training
 
 CLAIM = ("PersistentVolumeClaim", f"{NAME}-checkpoints")
 LACKS = ("volumeClaim", "job.version", "failuresWithoutProgress", "job.report", "job.endTime")
-"""Fields of the status that the CRD of release 0.1 does not have."""
+"""Fields of the status that an older CRD does not have."""
 
 
 @pytest.fixture
@@ -49,36 +49,12 @@ async def test_a_rebuilt_cluster_has_the_default_claim(
     assert mounts_the_claim(world)
 
 
-async def test_a_newer_crd_gets_the_claim_back(world: World, operator: Operator) -> None:
-    await training(operator)
-    world.crd_lacks = ()
-    operator.upgrade(IMAGES)
-    await lose_the_cluster(world, operator)
-    assert world.status.volume_claim == CLAIM[1]
-
-
 async def test_a_reused_claim_is_the_runs_own_too(world: World, operator: Operator) -> None:
     await training(operator)
     world.objects[CLAIM]["metadata"]["labels"][LABEL_RUN_UID] = "an earlier run's"
     operator.upgrade(IMAGES)
     await lose_the_cluster(world, operator)
     assert mounts_the_claim(world)
-
-
-@pytest.mark.parametrize("left", ["nothing", "a claim of somebody else"])
-async def test_a_run_that_release_0_1_started_without_a_claim_gets_none(
-    world: World, operator: Operator, left: str
-) -> None:
-    await training(operator)
-    claim = world.objects.pop(CLAIM)
-    if left == "a claim of somebody else":
-        claim["metadata"]["labels"] = {}
-        world.objects[CLAIM] = claim
-    operator.upgrade(IMAGES)
-    await lose_the_cluster(world, operator)
-    assert not mounts_the_claim(world)
-    assert (CLAIM in world.objects) is (left != "nothing")
-    assert world.status.phase is not Phase.PENDING, "it does not wait for a claim"
 
 
 async def test_what_is_not_stored_is_not_written_at_each_look(

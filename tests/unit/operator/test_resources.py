@@ -176,17 +176,6 @@ def test_a_run_that_says_where_its_checkpoints_go_gets_no_claim(
     assert "PersistentVolumeClaim" not in kinds
 
 
-def test_a_run_that_started_without_a_claim_goes_on_without_one() -> None:
-    run = a_run()
-    for claim, expected in ((None, False), ("lake-checkpoints", True)):
-        status = run.status.model_copy(
-            update={"start_time": "2026-01-01T00:00:00Z", "volume_claim": claim}
-        )
-        started = run.model_copy(update={"status": status})
-        kinds = {child["kind"] for child in desired_children(started, WORKER, TOKENS)}
-        assert ("PersistentVolumeClaim" in kinds) is expected
-
-
 def test_pods_that_share_a_claim_of_one_node_prefer_the_heads_node() -> None:
     cluster = ray_cluster(a_run(), WORKER, TOKENS)
     for role in (Role.TRAINER, Role.ENV):

@@ -536,27 +536,6 @@ async def test_a_suspended_run_neither_stalls_nor_trains(kind: ConditionType) ->
     assert (condition(world, kind).status, condition(world, kind).reason) == ("False", "Suspended")
 
 
-async def test_a_run_of_release_0_1_without_checkpoints_still_has_none_when_it_is_resumed() -> None:
-    world = World()
-    world.apply_run()
-    world.run["status"] = {"phase": "Starting", "startTime": format_time(world.now)}
-    operator = Operator(world)
-    world.now += timedelta(seconds=100)
-    await training(operator)
-    world.change_run(SUSPEND)
-    await operator.settle(2)
-    driver_stops(world, saved=None)
-    await operator.settle(3)
-    assert suspended(world) == SUSPENDED
-    assert "it saves no checkpoints" in (world.status.message or "")
-    world.change_run(RESUME)
-    resumed_at = format_time(world.now)
-    await operator.settle()
-    assert [job.attempt for job in world.jobs] == [1, 2]
-    assert world.status.start_time == resumed_at
-    assert "PersistentVolumeClaim" not in {kind for kind, _ in world.objects}
-
-
 async def test_the_resumed_run_keeps_its_images_and_its_numbers() -> None:
     operator = a_run()
     world = operator.world
@@ -727,8 +706,6 @@ async def test_a_driver_is_never_given_up_for_other_replicas() -> None:
     ("change", "fields", "why"),
     [
         (("spec.checkpoint", {"none": True}), {"version": __version__}, "no checkpoints"),
-        (("spec.seed", None), {"version": "0.1.0"}, "which needs 0.2"),
-        (("spec.seed", None), {}, "which needs 0.2"),
     ],
 )
 async def test_a_run_that_would_lose_what_it_has_learnt_keeps_its_pods(

@@ -224,53 +224,15 @@ async def test_a_head_that_refuses_our_token_is_named_and_not_rebuilt(
     assert world.live_jobs()
 
 
-async def test_a_run_of_release_0_1_goes_on_if_its_secrets_may_be_read(
+async def test_a_cluster_with_the_secret_of_someone_else_is_named_and_not_rebuilt(
     world: World, operator: Operator
 ) -> None:
     await training(operator)
-    world.turn_into_release_0_1()
-    world.secrets_readable = True
-    world.requests.clear()
-    world.drive(2)
-    await Operator(world).settle(10)
-    assert (world.status.step, told(world).reason) == (2, "DriverRunning")
-    assert requests(world) == ["get Secret", "get Secret"]
-
-
-async def test_a_run_of_release_0_1_is_left_alone_if_its_secrets_may_not_be_read(
-    world: World, operator: Operator
-) -> None:
-    await training(operator)
-    world.turn_into_release_0_1()
+    world.objects["RayCluster", NAME]["spec"]["authOptions"]["secretName"] = "theirs"
     before = set(world.objects)
-    again = Operator(world)
-    for _ in range(20):
-        await again.settle(3)
+    for _ in range(5):
+        await operator.settle(3)
         world.now += timedelta(minutes=30)
-    assert world.status.phase is Phase.RUNNING
     assert (told(world).status, told(world).reason) == ("Unknown", "TokensUnknown")
-    assert "migration.readRunSecrets" in told(world).message
+    assert "Secret theirs" in told(world).message
     assert set(world.objects) == before
-
-
-async def test_a_run_of_release_0_1_whose_cluster_is_rebuilt_gets_derived_tokens(
-    world: World, operator: Operator
-) -> None:
-    await training(operator)
-    world.turn_into_release_0_1()
-    world.delete_cluster()
-    world.collect_garbage()
-    await Operator(world).settle(60)
-    assert len(world.live_jobs()) == 1
-    assert "get Secret" not in requests(world)
-
-
-async def test_a_secret_of_release_0_1_that_is_missing_is_named(
-    world: World, operator: Operator
-) -> None:
-    await training(operator)
-    world.turn_into_release_0_1()
-    world.secrets_readable = True
-    del world.objects["Secret", f"{NAME}-reporter"]
-    await Operator(world).settle(3)
-    assert f"restore Secret {NAME}-reporter, or delete RayCluster {NAME}" in told(world).message
