@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 
 from agenticrun_api import AgenticRun, Progress, Reason, Role
 from agenticrun_api.names import (
@@ -54,7 +55,7 @@ class Problem:
     message: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Incarnation:
     """One start of a pod's Ray container."""
 
@@ -72,7 +73,7 @@ class Incarnation:
         return cls(uid, int(restarts)) if restarts.isdecimal() else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pod:
     """One pod of a run."""
 
@@ -218,39 +219,53 @@ class Observed:
 
     def own_pods(self, run_uid: str) -> list[Pod]:
         """Return the pods of the RayCluster that the run has now."""
-        return [pod for pod in self.pods if pod.run_uid == run_uid and not pod.orphan]
+        return self._pods_by_run.get(run_uid, [])
+
+    @cached_property
+    def _pods_by_run(self) -> dict[str, list[Pod]]:
+        found: dict[str, list[Pod]] = {}
+        for pod in self.pods:
+            if not pod.orphan:
+                found.setdefault(pod.run_uid, []).append(pod)
+        return found
 
 
-def read_pods(
-    manifests: list[Manifest], run: AgenticRun, cluster: Manifest | None, cluster_known: bool
-) -> list[Pod]:
-    """Read the pods that were selected by the run's label.
+@dataclass(frozen=True, slots=True, eq=False)
+class LabelledPod:
+    """One version of a pod that has the label of a run.
 
-    The label only selects; the owner decides, because anyone may label a pod. A pod counts if a
-    RayCluster of the run's name controls it. If that is not the RayCluster of now, the pod is an
-    orphan.
+    The label only selects; the owner decides, because anyone may label a pod.
+    """
+
+    cluster: tuple[str, str]
+    """Name and uid of the RayCluster that controls the pod."""
+    pod: Pod
+
+
+def read_labelled_pod(manifest: Manifest) -> LabelledPod | None:
+    """Read a pod that was selected by a run's label; None if it is not a pod of a RayCluster."""
+    owner = controller(manifest)
+    role = manifest["metadata"].get("labels", {}).get(LABEL_ROLE)
+    if owner.get("kind") != "RayCluster" or role not in _ROLES:
+        return None
+    return LabelledPod((owner["name"], owner["uid"]), read_pod(manifest))
+
+
+def resolve_pod(labelled: LabelledPod, cluster: Manifest | None, cluster_known: bool) -> Pod:
+    """Return a pod with what the run's RayCluster says about it.
+
+    If another RayCluster than that of now controls it, the pod is an orphan.
 
     Args:
-        manifests: the pods.
-        run: the run.
-        cluster: its RayCluster; None if there is none.
+        labelled: the pod.
+        cluster: the run's RayCluster; None if there is none.
         cluster_known: False if the RayCluster could not be read; then no pod is an orphan.
     """
-    found = []
-    for manifest in manifests:
-        owner = controller(manifest)
-        if (owner.get("kind"), owner.get("name")) != ("RayCluster", run.metadata.name):
-            continue
-        labels = manifest["metadata"].get("labels", {})
-        if labels.get(LABEL_ROLE) not in _ROLES:
-            continue
-        pod = read_pod(manifest)
-        if cluster is not None and owner["uid"] == cluster["metadata"]["uid"]:
-            pod = replace(pod, run_uid=controller_uid(cluster) or "")
-        else:
-            pod = replace(pod, orphan=cluster_known)
-        found.append(pod)
-    return found
+    pod = labelled.pod
+    if cluster is None or labelled.cluster[1] != cluster["metadata"]["uid"]:
+        return replace(pod, orphan=True) if cluster_known else pod
+    run_uid = controller_uid(cluster) or ""
+    return pod if pod.run_uid == run_uid else replace(pod, run_uid=run_uid)
 
 
 def read_pod(manifest: Manifest) -> Pod:

@@ -20,12 +20,14 @@ from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.metrics import HEADS_UNREACHABLE
 from agenticrun_operator.observed import (
+    LabelledPod,
     Observed,
     Pod,
     Problem,
     Unreachable,
     problem_of_warnings,
-    read_pods,
+    read_labelled_pod,
+    resolve_pod,
 )
 from agenticrun_operator.planning.times import backoff_seconds, parse_time
 from agenticrun_operator.resources import (
@@ -33,6 +35,7 @@ from agenticrun_operator.resources import (
     Manifest,
     OperatorKey,
     code_config_map,
+    controller_uid,
     key_id_of,
     mounted_names,
     secret_of,
@@ -76,6 +79,17 @@ class _Silence:
     """It is not asked before this time."""
 
 
+@dataclass(frozen=True, slots=True)
+class _ResolvedPods:
+    """The pods of a run at its last look."""
+
+    owner: tuple[object, bool]
+    """Of which state of the RayCluster."""
+    labelled: tuple[LabelledPod, ...]
+    by_labelled: dict[LabelledPod, Pod]
+    pods: tuple[Pod, ...]
+
+
 class Observer:
     """Reads runs."""
 
@@ -96,6 +110,13 @@ class Observer:
         """When the events of a namespace were denied last."""
         self._silent: dict[tuple[str, str], _Silence] = {}
         """By the run's uid and the part of its head."""
+        self._pods: dict[str, _ResolvedPods] = {}
+        """By the run's uid."""
+
+    def forget(self, run_uid: str) -> None:
+        """Forget a run that is gone or has ended."""
+        self._pods.pop(run_uid, None)
+        self.ask_again(run_uid)
 
     def ask_again(self, run_uid: str) -> None:
         """Ask a head that did not answer at the next look: something has changed."""
@@ -143,11 +164,43 @@ class Observer:
                 if code and await self._kube.get(code.kind, namespace, code.name) is None:
                     missing_code = code.name
         children[Child("RayCluster", name)] = cluster
-        own = tuple(read_pods(pods, run, cluster, cluster_known=not kuberay_missing))
+        own = self._own_pods(run, pods, cluster, cluster_known=not kuberay_missing)
         return ObservedObjects(children, own, missing_code, kuberay_missing, fresh)
 
-    async def _list_pods(self, run: AgenticRun, known: list[Manifest] | None) -> list[Manifest]:
-        return await self._kube.list_pods(*run.key) if known is None else known
+    async def _list_pods(
+        self, run: AgenticRun, known: tuple[LabelledPod, ...] | None
+    ) -> tuple[LabelledPod, ...]:
+        if known is not None:
+            return known
+        read = map(read_labelled_pod, await self._kube.list_pods(*run.key))
+        return tuple(pod for pod in read if pod is not None)
+
+    def _own_pods(
+        self,
+        run: AgenticRun,
+        labelled: tuple[LabelledPod, ...],
+        cluster: Manifest | None,
+        cluster_known: bool,
+    ) -> tuple[Pod, ...]:
+        """Return the pods that a RayCluster of the run's name controls.
+
+        A pod that is the same as at the last look is not resolved again: a look after an event of
+        one of a thousand pods costs as much as after one of ten.
+        """
+        owner = cluster and (cluster["metadata"]["uid"], controller_uid(cluster))
+        before = self._pods.get(run.metadata.uid)
+        if before is None or before.owner != (owner, cluster_known):
+            before = _ResolvedPods((owner, cluster_known), (), {}, ())
+        if before.labelled is labelled:
+            return before.pods
+        found = {
+            item: before.by_labelled.get(item) or resolve_pod(item, cluster, cluster_known)
+            for item in labelled
+            if item.cluster[0] == run.metadata.name
+        }
+        pods = tuple(found.values())
+        self._pods[run.metadata.uid] = _ResolvedPods(before.owner, labelled, found, pods)
+        return pods
 
     async def _read_cluster(
         self, run: AgenticRun, known: Manifest | None
@@ -215,15 +268,17 @@ class Observer:
         return replace(
             observed,
             children={**observed.children, Child("RayCluster", name): cluster},
-            pods=tuple(read_pods(pods, run, cluster, cluster_known=True)),
+            pods=self._own_pods(run, pods, cluster, cluster_known=True),
         )
 
     async def _with_reasons(self, run: AgenticRun, pods: tuple[Pod, ...]) -> tuple[Pod, ...]:
         """Add the problem of the first pod of each role that its node cannot prepare.
 
-        What a node waits for, such as a Secret that does not exist, is in no field of the pod.
+        A Secret that does not exist, for example, is in no field of the pod that waits for it.
         """
         stuck = {pod.role: pod for pod in reversed(pods) if self._is_stuck(pod)}
+        if not stuck:
+            return pods
         problems = await asyncio.gather(
             *(self._read_problem(run.metadata.namespace, pod) for pod in stuck.values())
         )

@@ -8,14 +8,31 @@ after `cluster.kube.WATCH_SECONDS` and a grace period.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from agenticrun_api.names import LABEL_RUN
+from agenticrun_operator.observed import read_labelled_pod
 from agenticrun_operator.resources import Manifest
 from agenticrun_operator.workqueue import Key
 
+T = TypeVar("T")
 
-class WatchCache:
+
+@dataclass(frozen=True, slots=True)
+class _Version(Generic[T]):
+    """What is kept of one version of an object."""
+
+    version: str
+    kept: T | None
+    run: Key
+
+
+class WatchCache(Generic[T]):
     """The objects of one kind, by run, from the watches of one or several namespaces.
+
+    Each version of an object is read once, and only what was read is kept: an event of one of a
+    thousand pods costs no more than one of ten.
 
     Each list replaces what was known of its namespace, so that an object that was deleted in a gap
     of the watch vanishes. While a watch is down, nothing is known of its namespace.
@@ -24,29 +41,31 @@ class WatchCache:
     def __init__(
         self,
         run_of: Callable[[Manifest], Key],
-        keep: Callable[[Manifest], Manifest],
+        read: Callable[[Manifest], T | None],
         changed: Callable[[Key], None],
     ):
         """Create an empty cache.
 
         Args:
             run_of: returns the run that an object belongs to.
-            keep: returns the part of an object to keep.
+            read: returns what to keep of an object; None: nothing, it is not the run's.
             changed: called with the run of each object that is new, changed or deleted.
         """
         self._run_of = run_of
-        self._keep = keep
+        self._read = read
         self._changed = changed
-        self._objects: dict[Key, dict[Key, Manifest]] = {}
-        """By run, then by the object's namespace and name."""
-        self._runs: dict[Key, Key] = {}
-        """The run of each object."""
+        self._objects: dict[Key, _Version[T]] = {}
+        """By namespace and name."""
+        self._names: dict[Key, dict[Key, None]] = {}
+        """The names of each run's objects, in the order in which they were first seen."""
+        self._of_run: dict[Key, tuple[T, ...]] = {}
+        """The answers of `of_run` that still hold."""
         self._live: set[str | None] = set()
 
     def listed(self, namespace: str | None, items: list[Manifest]) -> None:
         """Replace the objects of a namespace; None: of all namespaces."""
         names = {_name(item) for item in items}
-        known = (name for name in self._runs if namespace in (None, name[0]))
+        known = (name for name in self._objects if namespace in (None, name[0]))
         for name in [name for name in known if name not in names]:
             self._drop(name)
         self._live.add(namespace)
@@ -56,13 +75,15 @@ class WatchCache:
     def put(self, item: Manifest) -> None:
         """Keep a new or changed object. One that is known in this version is no change."""
         name, run = _name(item), self._run_of(item)
-        if self._runs.get(name, run) != run:
+        version = item["metadata"]["resourceVersion"]
+        known = self._objects.get(name)
+        if known and known.run != run:
             self._drop(name)
-        known = self._objects.get(run, {}).get(name)
-        if known and known["metadata"]["resourceVersion"] == item["metadata"]["resourceVersion"]:
+        elif known and known.version == version:
             return
-        self._runs[name] = run
-        self._objects.setdefault(run, {})[name] = self._keep(item)
+        self._objects[name] = _Version(version, self._read(item), run)
+        self._names.setdefault(run, {})[name] = None
+        self._of_run.pop(run, None)
         self._changed(run)
 
     def deleted(self, item: Manifest) -> None:
@@ -77,54 +98,78 @@ class WatchCache:
         """Trust nothing of this namespace until it is listed again or the watch goes on."""
         self._live.discard(namespace)
 
-    def of_run(self, run: Key) -> list[Manifest] | None:
-        """Return the objects of a run; None if no watch of its namespace is up."""
+    def of_run(self, run: Key) -> tuple[T, ...] | None:
+        """Return the objects of a run; None if no watch of its namespace is up.
+
+        The same tuple again until one of them changes.
+        """
         if not self._live & {None, run[0]}:
             return None
-        return list(self._objects.get(run, {}).values())
+        found = self._of_run.get(run)
+        if found is None:
+            kept = (self._objects[name].kept for name in self._names.get(run, ()))
+            found = tuple(item for item in kept if item is not None)
+            if found:
+                self._of_run[run] = found
+        return found
+
+    def version(self, name: Key) -> str | None:
+        """Return the newest resourceVersion of an object; None if it is not known."""
+        known = self._objects.get(name)
+        return known.version if known and self._live & {None, name[0]} else None
 
     def _drop(self, name: Key) -> None:
-        run = self._runs.pop(name, None)
-        if run is None:
+        known = self._objects.pop(name, None)
+        if known is None:
             return
-        del self._objects[run][name]
-        if not self._objects[run]:
-            del self._objects[run]
-        self._changed(run)
+        names = self._names[known.run]
+        del names[name]
+        if not names:
+            del self._names[known.run]
+        self._of_run.pop(known.run, None)
+        self._changed(known.run)
 
 
 class WatchedObjects:
     """The caches of all watches."""
 
     def __init__(self, run_changed: Callable[[Key], None], child_changed: Callable[[Key], None]):
-        self.runs = WatchCache(_name, _version_only, run_changed)
-        self.clusters = WatchCache(_labelled_run, without_bookkeeping, child_changed)
-        self.pods = WatchCache(_labelled_run, pod_summary, child_changed)
+        self.runs: WatchCache[None] = WatchCache(_name, lambda _: None, run_changed)
+        self.clusters = WatchCache(_labelled_run, cluster_summary, child_changed)
+        self.pods = WatchCache(_labelled_run, read_labelled_pod, child_changed)
 
     def version(self, run: Key) -> str | None:
         """Return the newest resourceVersion of a run; None if it is not known."""
-        found = self.runs.of_run(run)
-        return found[0]["metadata"]["resourceVersion"] if found else None
+        return self.runs.version(run)
+
+    def children_may_exist(self, run: Key) -> bool:
+        """Return True unless the watches know that the run has no RayCluster and no pods."""
+        return self.clusters.of_run(run) != () or self.pods.of_run(run) != ()
 
 
-def without_bookkeeping(item: Manifest) -> Manifest:
-    """Return an object without the metadata that the operator never reads."""
-    metadata = item["metadata"]
+def cluster_summary(cluster: Manifest) -> Manifest:
+    """Return a RayCluster without what is only read from the apiserver.
+
+    That is bookkeeping and, of its pods, all but the names and images of their containers. What is
+    written back was read from the apiserver.
+    """
+    metadata, spec = cluster["metadata"], dict(cluster["spec"])
     dropped = ("managedFields", "annotations")
-    return item | {"metadata": {key: metadata[key] for key in metadata if key not in dropped}}
+    if "headGroupSpec" in spec:
+        spec["headGroupSpec"] = _group_summary(spec["headGroupSpec"])
+    if "workerGroupSpecs" in spec:
+        spec["workerGroupSpecs"] = [_group_summary(group) for group in spec["workerGroupSpecs"]]
+    kept = {key: metadata[key] for key in metadata if key not in dropped}
+    return cluster | {"metadata": kept, "spec": spec}
 
 
-def pod_summary(pod: Manifest) -> Manifest:
-    """Return a pod without its volumes, and with only the names and images of its containers."""
-    spec = {name: value for name, value in pod["spec"].items() if name != "volumes"}
-    for kind in ("initContainers", "containers"):
-        if kind in spec:
-            spec[kind] = [{"name": item["name"], "image": item["image"]} for item in spec[kind]]
-    return without_bookkeeping(pod) | {"spec": spec}
-
-
-def _version_only(run: Manifest) -> Manifest:
-    return {"metadata": {"resourceVersion": run["metadata"]["resourceVersion"]}}
+def _group_summary(group: Manifest) -> Manifest:
+    pod = group.get("template", {}).get("spec", {})
+    containers = [
+        {"name": item.get("name", ""), "image": item.get("image", "")}
+        for item in pod.get("containers", ())
+    ]
+    return group | {"template": {"spec": {"containers": containers}}}
 
 
 def _name(item: Manifest) -> Key:

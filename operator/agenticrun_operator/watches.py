@@ -14,7 +14,7 @@ import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from agenticrun_operator.cluster import (
     ClusterError,
@@ -60,7 +60,7 @@ class Watch:
         kind: str,
         namespace: str | None,
         label: str | None,
-        cache: WatchCache,
+        cache: WatchCache[Any],
     ):
         """Create a watch.
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from agenticrun_api import Phase, Role
-from agenticrun_api.names import LABEL_RUN
-from agenticrun_operator.watch_cache import WatchedObjects, pod_summary
+from agenticrun_api.names import LABEL_ROLE, LABEL_RUN
+from agenticrun_operator import observed, observing
+from agenticrun_operator.watch_cache import WatchedObjects, cluster_summary
 from operator_world import NAME, NAMESPACE, Operator, World
 
 HEAD = ["get job", "get progress"]
@@ -27,10 +30,13 @@ async def train(operator: Operator) -> None:
 
 
 def pod(name: str, run: str = NAME) -> dict[str, Any]:
+    owner = {"kind": "RayCluster", "name": run, "uid": f"uid-of-{run}", "controller": True}
     metadata = {
         "name": name,
         "namespace": NAMESPACE,
-        "labels": {LABEL_RUN: run},
+        "uid": f"uid-of-{name}",
+        "labels": {LABEL_RUN: run, LABEL_ROLE: Role.ENV.value},
+        "ownerReferences": [owner],
         "managedFields": ["many"],
         "resourceVersion": "7",
     }
@@ -119,14 +125,64 @@ async def test_a_run_without_an_image_for_its_engine_is_not_read_about(
     assert world.requests == []
 
 
-def test_a_pod_is_kept_without_what_nobody_reads() -> None:
-    kept = pod_summary(pod("a"))
-    assert kept["spec"] == {
-        "containers": [{"name": "ray", "image": "worker:1"}],
-        "nodeName": "node-1",
+def test_a_raycluster_is_kept_without_what_nobody_reads(world: World) -> None:
+    template = {"spec": {"containers": [{"name": "ray", "image": "worker:1", "env": ["much"]}]}}
+    summary = {"template": {"spec": {"containers": [{"name": "ray", "image": "worker:1"}]}}}
+    cluster = {
+        "metadata": {"name": NAME, "labels": {}, "managedFields": ["many"], "annotations": {}},
+        "spec": {
+            "suspend": False,
+            "headGroupSpec": {"rayStartParams": {}, "template": template},
+            "workerGroupSpecs": [{"groupName": "env", "replicas": 2, "template": template}],
+        },
+        "status": {"conditions": []},
     }
-    assert "managedFields" not in kept["metadata"]
-    assert kept["status"] == {"podIP": "10.0.0.1"}
+    assert cluster_summary(cluster) == {
+        "metadata": {"name": NAME, "labels": {}},
+        "spec": {
+            "suspend": False,
+            "headGroupSpec": {"rayStartParams": {}, **summary},
+            "workerGroupSpecs": [{"groupName": "env", "replicas": 2, **summary}],
+        },
+        "status": {"conditions": []},
+    }
+
+
+async def test_an_event_of_one_of_many_pods_reads_one_pod(
+    world: World, operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look after it costs as much as with a few pods."""
+    world.change_run(("roles.env.replicas", 200))
+    await train(operator)
+    calls = Counter[str]()
+    for module, name in ((observed, "read_pod"), (observing, "resolve_pod")):
+        monkeypatch.setattr(module, name, _counting(calls, name, getattr(module, name)))
+    for pod in world.pods(Role.ENV)[:3]:
+        pod["status"]["message"] = "changed"
+        await operator.reconcile()
+    assert calls == {"read_pod": 3, "resolve_pod": 3}
+
+
+def _counting(calls: Counter[str], name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(*arguments: Any) -> Any:
+        calls[name] += 1
+        return inner(*arguments)
+
+    return counted
+
+
+def test_the_objects_of_a_run_are_the_same_until_one_changes() -> None:
+    watched = WatchedObjects(lambda _: None, lambda _: None)
+    watched.pods.listed(None, [pod("a"), pod("b"), pod("c", run="river")])
+    before = watched.pods.of_run((NAMESPACE, NAME))
+    changed = pod("c", run="river")
+    changed["metadata"]["resourceVersion"] = "8"
+    watched.pods.put(changed)
+    assert watched.pods.of_run((NAMESPACE, NAME)) is before
+    watched.pods.deleted(pod("a"))
+    after = watched.pods.of_run((NAMESPACE, NAME))
+    assert before is not None
+    assert after == before[1:]
 
 
 def test_a_pod_that_moves_to_another_run_reports_both() -> None:
@@ -136,5 +192,5 @@ def test_a_pod_that_moves_to_another_run_reports_both() -> None:
     moved = copy.deepcopy(pod("a", run="river"))
     watched.pods.put(moved)
     assert changed == [(NAMESPACE, NAME), (NAMESPACE, NAME), (NAMESPACE, "river")]
-    assert watched.pods.of_run((NAMESPACE, NAME)) == []
+    assert watched.pods.of_run((NAMESPACE, NAME)) == ()
     assert len(watched.pods.of_run((NAMESPACE, "river")) or ()) == 1
