@@ -18,6 +18,8 @@ MAX_NAME_LENGTH = 45
 LABEL_RUN = f"{GROUP}/run"
 LABEL_RUN_UID = f"{GROUP}/run-uid"
 LABEL_ROLE = f"{GROUP}/role"
+LABEL_SAVES = f"{GROUP}/saves"
+"""Is "true" on the pods that write checkpoints."""
 
 ANNOTATION_VERSION = f"{GROUP}/version"
 """Version of the operator that wrote the run for the pods."""

@@ -15,17 +15,26 @@ Labels = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_le
 Annotations = Annotated[dict[str, Annotated[str, Field(max_length=16_384)]], Field(max_length=32)]
 
 _RESERVED = ("agenticrun.dev/", "ray.io/", "kueue.x-k8s.io/")
+GANG_LABELS = (
+    "ray.io/gang-scheduling-enabled",
+    "ray.io/scheduler-name",
+    "ray.io/priority-class-name",
+)
+"""Labels of ray.io that gang schedulers read on the RayCluster and its pods."""
 
 
 def reserved_labels(field: str, labels: Callable[[Any], Iterable[str]]) -> Rule:
     """Return a rule that a mapping of labels has none that decides about the run's objects."""
     refused = " && ".join(f"!k.startsWith('{prefix}')" for prefix in _RESERVED)
+    gang = ", ".join(f"'{label}'" for label in GANG_LABELS)
     return Rule(
-        f"!has(self.{field}) || self.{field}.all(k, {refused})",
+        f"!has(self.{field}) || self.{field}.all(k, k in [{gang}] || ({refused}))",
         "labels of agenticrun.dev, ray.io and kueue.x-k8s.io are set by the operator and KubeRay "
-        "only: leave them out",
+        f"only, except those for gang schedulers ({', '.join(GANG_LABELS)}): leave them out",
         f".{field}",
-        lambda model: not any(key.startswith(_RESERVED) for key in labels(model)),
+        lambda model: all(
+            key in GANG_LABELS or not key.startswith(_RESERVED) for key in labels(model)
+        ),
     )
 
 
@@ -69,14 +78,14 @@ OWN_FOLDER = "/etc/agenticrun"
 OWN_VOLUMES = ("run", "reporter-token")
 
 
-def _items(fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def items(fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """Return the mappings of a list; nothing of what the apiserver refuses or takes for unset."""
     found = fields.get(name)
     return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
 def _containers(template: PodTemplate) -> list[dict[str, Any]]:
-    return [*_items(template.spec, "containers"), *_items(template.spec, "initContainers")]
+    return [*items(template.spec, "containers"), *items(template.spec, "initContainers")]
 
 
 _EVERY_CONTAINER = " && ".join(
@@ -119,7 +128,7 @@ class PodTemplate(Model):
             lambda t: (
                 not any(
                     {"command", "args", "image"} & container.keys()
-                    for container in _items(t.spec, "containers")
+                    for container in items(t.spec, "containers")
                     if container.get("name") == RAY_CONTAINER
                 )
             ),
@@ -141,7 +150,7 @@ class PodTemplate(Model):
                 not any(
                     str(mount.get("mountPath")).startswith(OWN_FOLDER)
                     for container in _containers(t)
-                    for mount in _items(container, "volumeMounts")
+                    for mount in items(container, "volumeMounts")
                 )
             ),
         ),
@@ -153,7 +162,7 @@ class PodTemplate(Model):
             ".spec.volumes",
             lambda t: all(
                 volume.get("name", OWN_VOLUMES[0]) not in OWN_VOLUMES
-                for volume in _items(t.spec, "volumes")
+                for volume in items(t.spec, "volumes")
             ),
         ),
         Rule(
@@ -290,6 +299,8 @@ class WorkerRole(PodRole):
     meanwhile (docs/concepts.md)."""
 
 
+SAVES = frozenset({Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC})
+"""The roles with pods that write checkpoints, and mount their claim."""
 ELASTIC = (Role.INFERENCE, Role.ENV)
 """Roles with a number of replicas that may change."""
 

@@ -9,7 +9,7 @@ from pydantic import Field, FiniteFloat, model_validator
 from pydantic.alias_generators import to_snake
 
 from agenticrun_api.base import Count, Model, Name, Quantity, Rule, refused
-from agenticrun_api.names import CODE_DIR, PACKAGES_DIR, Role
+from agenticrun_api.names import CHECKPOINT_DIR, CODE_DIR, PACKAGES_DIR, Role
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
 from agenticrun_api.roles import (
     ELASTIC,
@@ -324,7 +324,13 @@ class VolumeClaim(Model):
     storage_class_name: Name | None = None
     """StorageClass of the claim that the operator creates. Default: the default class."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"
-    """Use ReadWriteMany if the pods run on several nodes."""
+    """Access mode of the claim that the operator creates. ReadWriteOnce puts head, trainer,
+    reference and critic pods on one node (docs/storage.md). ReadWriteMany, which needs a
+    StorageClass that offers it, lets them run on several nodes."""
+    one_node: bool = False
+    """true: one node has room for head, trainer, reference and critic pods together. It allows
+    ReadWriteOnce with several trainer pods that have GPUs, and with reference or critic pods that
+    have GPUs of their own."""
 
 
 class Checkpoint(Model):
@@ -443,6 +449,86 @@ class Cleanup(Model):
     """Keep: the pods of a run that failed stay, with their logs, until the run is deleted."""
 
 
+_ONE_NODE_CLAIM = (
+    "(has(self.checkpoint) && has(self.checkpoint.volumeClaim) "
+    "? has(self.checkpoint.volumeClaim.size) "
+    "&& self.checkpoint.volumeClaim.accessMode == 'ReadWriteOnce' "
+    ": has(self.model.initialize) && (!has(self.checkpoint) || (!self.checkpoint.none "
+    "&& (self.checkpoint.uri + '/').startsWith('/checkpoints/') "
+    "&& (!has(self.roles) || size(self.roles.driver.volumeMounts) == 0))))"
+)
+"""`AgenticRunSpec.claims_one_node` in CEL, except that it does not read where the driver's own
+volumes are mounted: a run that has some is not checked."""
+
+
+def _claims_one_node(spec: AgenticRunSpec) -> bool:
+    storage = spec.storage
+    unknown = (
+        storage is not None and storage.volume_claim is None and spec.roles.driver.volume_mounts
+    )
+    return spec.claims_one_node and not unknown
+
+
+def _with_gpus_of_its_own(role: Role) -> str:
+    return f"(has(self.roles.{role}) && self.roles.{role}.gpus > 0)"
+
+
+def _same_node(role: Role) -> str:
+    """Return in CEL that the node selectors of a role and of the trainer have no conflict."""
+    given, trainers = f"self.roles.{role}.nodeSelector", "self.roles.trainer.nodeSelector"
+    same = f"{given}.all(k, !(k in {trainers}) || {trainers}[k] == {given}[k])"
+    return same if role is Role.DRIVER else f"(!has(self.roles.{role}) || {same})"
+
+
+def _selects_the_trainers_node(spec: AgenticRunSpec, role: Role) -> bool:
+    trainers = spec.roles.trainer.node_selector
+    given = spec.roles.of(role).node_selector if spec.roles.has(role) else {}
+    return all(trainers.get(key, value) == value for key, value in given.items())
+
+
+_SHARE_THE_TRAINERS_NODE = (Role.DRIVER, Role.REFERENCE, Role.CRITIC)
+
+ONE_NODE_RULES = (
+    Rule(
+        f"!{_ONE_NODE_CLAIM} || (has(self.checkpoint) && has(self.checkpoint.volumeClaim) "
+        "&& self.checkpoint.volumeClaim.oneNode) || !has(self.roles) || !("
+        "(self.roles.trainer.replicas > 1 && self.roles.trainer.gpus > 0) || "
+        f"{_with_gpus_of_its_own(Role.REFERENCE)} || {_with_gpus_of_its_own(Role.CRITIC)})",
+        "ReadWriteOnce allows one node, and several trainer pods with GPUs, or reference and "
+        "critic pods with GPUs of their own, need several: set checkpoint.volumeClaim.accessMode: "
+        "ReadWriteMany, or checkpoint.uri to object storage (s3://bucket/prefix), or, if one node "
+        "has room for all of them, checkpoint.volumeClaim.oneNode: true",
+        ".checkpoint.volumeClaim.accessMode",
+        lambda s: (
+            not _claims_one_node(s)
+            or bool(s.storage and s.storage.volume_claim and s.storage.volume_claim.one_node)
+            or not s.savers_need_several_nodes
+        ),
+        on_cluster=True,
+        added=True,
+    ),
+    Rule(
+        f"!{_ONE_NODE_CLAIM} || !has(self.roles) || ("
+        + " && ".join(map(_same_node, _SHARE_THE_TRAINERS_NODE))
+        + ")",
+        "ReadWriteOnce allows one node, and nodeSelector of roles driver, reference or critic "
+        "excludes the nodes of roles.trainer.nodeSelector: leave it out there, or set "
+        "checkpoint.volumeClaim.accessMode: ReadWriteMany, or checkpoint.uri to object storage",
+        ".checkpoint.volumeClaim.accessMode",
+        lambda s: (
+            not _claims_one_node(s)
+            or all(_selects_the_trainers_node(s, role) for role in _SHARE_THE_TRAINERS_NODE)
+        ),
+        on_cluster=True,
+        added=True,
+    ),
+)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
+
+
 def _immutable(field: str, required: bool) -> Rule:
     same = f"self.{field} == oldSelf.{field}"
     present = f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || {same})"
@@ -499,6 +585,7 @@ class AgenticRunSpec(Model):
                 "tracking",
                 "labels",
                 "annotations",
+                "disruptionBudget",
             )
         ),
         *(
@@ -580,6 +667,7 @@ class AgenticRunSpec(Model):
             ".pipeline.weightSync.transport",
             lambda s: s.placement != "Colocated" or s.pipeline.weight_sync.transport != "Broadcast",
         ),
+        *ONE_NODE_RULES,
     )
 
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -612,6 +700,11 @@ class AgenticRunSpec(Model):
     default StorageClass, sized for the model."""
     tracking: Tracking = Tracking()
     failure_policy: FailurePolicy = FailurePolicy()
+    disruption_budget: Literal["None", "Block"] = "None"
+    """Block: a PodDisruptionBudget refuses evictions of head, trainer, reference and critic pods
+    that are ready, so that a node with one of them cannot be drained. It blocks an administrator's
+    drain until the run ends or is suspended. None: an eviction saves a checkpoint, and the run
+    resumes on another node."""
     cleanup: Cleanup = Cleanup()
     suspend: bool = False
     """As in a Job: true gives all pods back and keeps the run. Its driver first saves a checkpoint,
@@ -634,6 +727,37 @@ class AgenticRunSpec(Model):
     def storage(self) -> Checkpoint | None:
         """The storage of the run's checkpoints; None if it saves none."""
         return None if self.checkpoint is None or self.checkpoint.none else self.checkpoint
+
+    @property
+    def gets_default_claim(self) -> bool:
+        """True if the run names no place for its checkpoints, so that a claim is made for it.
+
+        Its size follows from the model, so it must be known.
+        """
+        if self.model.initialize is None or self.checkpoint is None:
+            return self.model.initialize is not None
+        storage = self.storage
+        if storage is None or storage.volume_claim or not _is_below(storage.uri, CHECKPOINT_DIR):
+            return False
+        mounts = self.roles.driver.volume_mounts
+        return not any(_is_below(storage.uri, str(mount.get("mountPath"))) for mount in mounts)
+
+    @property
+    def claims_one_node(self) -> bool:
+        """True if a claim is made for the run that only the pods of one node can mount."""
+        if self.gets_default_claim:
+            return True
+        claim = self.storage.volume_claim if self.storage else None
+        return claim is not None and claim.size is not None and claim.access_mode == "ReadWriteOnce"
+
+    @property
+    def savers_need_several_nodes(self) -> bool:
+        """True if no node can be expected to have room for all pods that write checkpoints."""
+        roles = self.roles
+        beside = (roles.reference, roles.critic)
+        return (roles.trainer.replicas > 1 and roles.trainer.gpus > 0) or any(
+            role is not None and role.gpus > 0 for role in beside
+        )
 
     @property
     def engine_role(self) -> Role:

@@ -9,7 +9,8 @@ from typing import Annotated
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from agenticrun_operator.resources import OperatorKey, WorkerImages
+from agenticrun_api.roles import Resources
+from agenticrun_operator.resources import REPORTER_RESOURCES, OperatorKey, WorkerImages
 
 
 class HeadAccess(StrEnum):
@@ -41,6 +42,11 @@ class Settings(BaseSettings):
     set spec.image."""
     worker_image_vllm: str = ""
     """Worker image with vLLM, likewise."""
+    architectures: Annotated[tuple[str, ...], NoDecode] = ("amd64",)
+    """Architectures of the worker images, separated by commas, as nodes name theirs. Pods go to no
+    other nodes. Empty: pods go to any node."""
+    reporter_resources: Resources = REPORTER_RESOURCES
+    """Resources of the reporter's container on head pods, as JSON."""
     workers: Annotated[int, Field(ge=1, le=64)] = 4
     """Number of runs whose objects are read and written at the same time. Any number of head pods
     is asked meanwhile."""
@@ -63,9 +69,12 @@ class Settings(BaseSettings):
 
     @property
     def images(self) -> WorkerImages:
-        """The configured worker images."""
+        """The configured worker images, and how they run."""
         return WorkerImages(
-            self.worker_image, {"sglang": self.worker_image_sglang, "vllm": self.worker_image_vllm}
+            self.worker_image,
+            {"sglang": self.worker_image_sglang, "vllm": self.worker_image_vllm},
+            self.architectures,
+            self.reporter_resources,
         )
 
     @property
@@ -73,7 +82,7 @@ class Settings(BaseSettings):
         """The operator's key."""
         return OperatorKey(self.operator_key.get_secret_value())
 
-    @field_validator("namespaces", mode="before")
+    @field_validator("namespaces", "architectures", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return (

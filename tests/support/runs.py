@@ -87,6 +87,7 @@ class RuleCase:
 
 _P = "spec.pipeline"
 _TRAINER = "spec.roles.trainer"
+_DRIVER = "spec.roles.driver"
 _TEMPLATE = f"{_TRAINER}.podTemplate"
 _SAVED = ("spec.checkpoint.uri", "s3://bucket/prefix")
 _AGG = f"{_P}.algorithm.lossAggMode"
@@ -884,7 +885,24 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "labels of agenticrun.dev, ray.io",
         "spec.labels",
         (("spec.labels", {"kueue.x-k8s.io/queue-name": "gpus"}),),
-        (("spec.labels", {"team": "lake"}),),
+        (("spec.labels", {"team": "lake", "ray.io/gang-scheduling-enabled": "true"}),),
+    ),
+    RuleCase(
+        AgenticRunSpec,
+        "ReadWriteOnce allows one node, and several trainer pods with GPUs",
+        "spec.checkpoint.volumeClaim.accessMode",
+        ((_TRAINER, {"replicas": 2, "gpus": 8}),),
+        (
+            (_TRAINER, {"replicas": 2, "gpus": 8}),
+            ("spec.checkpoint.volumeClaim", {"size": "1Gi", "accessMode": "ReadWriteMany"}),
+        ),
+    ),
+    RuleCase(
+        AgenticRunSpec,
+        "ReadWriteOnce allows one node, and nodeSelector",
+        "spec.checkpoint.volumeClaim.accessMode",
+        ((f"{_TRAINER}.nodeSelector", {"pool": "a"}), (f"{_DRIVER}.nodeSelector", {"pool": "b"})),
+        ((f"{_TRAINER}.nodeSelector", {"pool": "a"}), (f"{_DRIVER}.nodeSelector", {"disk": "b"})),
     ),
     *(
         RuleCase(

@@ -17,7 +17,7 @@ from agenticrun_operator.resources.claims import (
     unbound,
     unsuitable,
 )
-from agenticrun_operator.resources.images import WorkerImages
+from agenticrun_operator.resources.images import REPORTER_RESOURCES, WorkerImages
 from agenticrun_operator.resources.metadata import (
     Manifest,
     controller,
@@ -41,6 +41,7 @@ from agenticrun_operator.resources.volumes import claim_name, storage_of
 
 __all__ = [
     "CLAIM_KIND",
+    "REPORTER_RESOURCES",
     "Child",
     "Event",
     "Manifest",

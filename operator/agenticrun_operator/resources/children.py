@@ -8,7 +8,8 @@ from typing import Literal
 import yaml
 
 from agenticrun_api import AgenticRun, Reason
-from agenticrun_api.names import RUN_FILE
+from agenticrun_api.names import LABEL_RUN_UID, LABEL_SAVES, RUN_FILE
+from agenticrun_api.roles import SAVES
 from agenticrun_operator.resources.claims import CLAIM_KIND, checkpoint_claim, created_claim
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, child_metadata
@@ -18,6 +19,8 @@ from agenticrun_operator.resources.volumes import (
     run_config_name,
     storage_of,
 )
+
+BUDGET_KIND = "PodDisruptionBudget"
 
 
 @dataclass(frozen=True, order=True)
@@ -42,7 +45,9 @@ class Event:
     type: Literal["Normal", "Warning"] = "Normal"
 
 
-def desired_children(run: AgenticRun, images: WorkerImages, tokens: str) -> tuple[Manifest, ...]:
+def desired_children(
+    run: AgenticRun, images: WorkerImages, tokens: str, claim: Manifest | None = None
+) -> tuple[Manifest, ...]:
     """Return all children except the Secret.
 
     The RayCluster comes last, because its pods mount the others.
@@ -51,21 +56,51 @@ def desired_children(run: AgenticRun, images: WorkerImages, tokens: str) -> tupl
         run: the run.
         images: the worker images of this installation.
         tokens: the name of the Secret with the run's tokens.
+        claim: the user's own claim for checkpoints, if it was read.
     """
-    return (*mounted_children(run), ray_cluster(run, images, tokens))
+    return (*mounted_children(run), ray_cluster(run, images, tokens, claim))
 
 
 def mounted_children(run: AgenticRun) -> tuple[Manifest, ...]:
-    """Return the children that the pods mount, without the Secret."""
+    """Return the children that are created before the pods, without the Secret.
+
+    The pods mount them, except the PodDisruptionBudget.
+    """
     claim = created_claim(run)
     storage = (checkpoint_claim(run, claim),) if claim else ()
-    return (run_config(run), *storage)
+    budget = (disruption_budget(run),) if _has_budget(run) else ()
+    return (run_config(run), *storage, *budget)
 
 
 def mounted_names(run: AgenticRun) -> tuple[Child, ...]:
     """Return the names of `mounted_children`, which are needed more often than the manifests."""
     claim = (Child(CLAIM_KIND, claim_name(run)),) if created_claim(run) else ()
-    return (Child("ConfigMap", run_config_name(run)), *claim)
+    budget = (Child(BUDGET_KIND, run.metadata.name),) if _has_budget(run) else ()
+    return (Child("ConfigMap", run_config_name(run)), *claim, *budget)
+
+
+def disruption_budget(run: AgenticRun) -> Manifest:
+    """Return the PodDisruptionBudget that refuses evictions of pods that write checkpoints.
+
+    It counts pods, because a percentage or maxUnavailable needs a scale subresource, which a
+    RayCluster does not have. Pods that are not ready may be evicted: they train nothing.
+    """
+    roles = run.spec.roles
+    labels = {LABEL_RUN_UID: run.metadata.uid, LABEL_SAVES: "true"}
+    return {
+        "apiVersion": "policy/v1",
+        "kind": BUDGET_KIND,
+        "metadata": child_metadata(run, run.metadata.name),
+        "spec": {
+            "minAvailable": sum(roles.replicas(role) for role in SAVES if roles.has(role)),
+            "selector": {"matchLabels": labels},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
+
+def _has_budget(run: AgenticRun) -> bool:
+    return run.spec.disruption_budget == "Block"
 
 
 def run_config(run: AgenticRun) -> Manifest:

@@ -19,6 +19,12 @@ from agenticrun_operator.resources.volumes import claim_name, storage_of
 CLAIM_KIND = "PersistentVolumeClaim"
 
 
+def access_modes(claim: Manifest) -> list[str]:
+    """Return the access modes of a claim."""
+    modes: list[str] = claim["spec"].get("accessModes") or []
+    return modes
+
+
 def created_claim(run: AgenticRun) -> VolumeClaim | None:
     """Return the settings of the claim that is created for the run; None if there is none."""
     storage = storage_of(run)
@@ -69,13 +75,20 @@ def made_by(run: AgenticRun, manifest: Manifest) -> bool:
 
 
 def unsuitable(run: AgenticRun, manifest: Manifest) -> str | None:
-    """Return why the run cannot use the claim that an earlier run of its name left; else None."""
+    """Return why the run cannot use a claim; None if it can.
+
+    Args:
+        run: the run.
+        manifest: the user's own claim, or one that an earlier run of this name left.
+    """
     claim = created_claim(run)
-    if claim is None or claim.size is None or made_by(run, manifest):
+    if claim is None:
+        return _unsuitable_modes(run, manifest)
+    if claim.size is None or made_by(run, manifest):
         return None
     name, spec = manifest["metadata"]["name"], manifest["spec"]
     has = spec.get("resources", {}).get("requests", {}).get("storage", "0")
-    modes, storage_class = spec.get("accessModes") or [], spec.get("storageClassName")
+    modes, storage_class = access_modes(manifest), spec.get("storageClassName")
     if whole_number(has) < whole_number(claim.size):
         problem = f"has {has}, and this run asks for size {claim.size}"
     elif claim.access_mode not in modes:
@@ -90,6 +103,29 @@ def unsuitable(run: AgenticRun, manifest: Manifest) -> str | None:
         f"{CLAIM_KIND} {name} of an earlier run {problem}: apply the run with what the claim has, "
         f"expand the claim, use another name, or delete the claim with the checkpoints in it "
         f"(kubectl delete pvc {name})"
+    )
+
+
+def _unsuitable_modes(run: AgenticRun, manifest: Manifest) -> str | None:
+    """Return why the pods that write checkpoints cannot all mount the user's claim, else None."""
+    storage, modes = run.spec.storage, access_modes(manifest)
+    settings = storage.volume_claim if storage else None
+    if settings is None or "ReadWriteMany" in modes or not modes:
+        return None
+    several_pods = "ReadWriteOnce" in modes
+    if several_pods and (settings.one_node or not run.spec.savers_need_several_nodes):
+        return None
+    needs = (
+        "several trainer pods with GPUs, or reference and critic pods with GPUs of their own, need "
+        "several nodes"
+        if several_pods
+        else "head and trainer pods must write to it"
+    )
+    one_node = ", or set checkpoint.volumeClaim.oneNode: true if one node has room for all"
+    return (
+        f"{CLAIM_KIND} {manifest['metadata']['name']} has {' and '.join(modes)}, and {needs}: "
+        "delete the run and apply it with a claim that has ReadWriteMany, or with checkpoint.uri: "
+        f"s3://bucket/prefix{one_node if several_pods else ''}"
     )
 
 

@@ -6,18 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agenticrun_api import AgenticRun, Role
+from agenticrun_api.roles import Resources
 
 EMBEDDED_ENGINE = "transformers"
 """The engine that every worker image has."""
+REPORTER_RESOURCES = Resources(
+    requests={"cpu": "20m", "memory": "128Mi", "ephemeral-storage": "64Mi"},
+    limits={"cpu": "500m", "memory": "256Mi", "ephemeral-storage": "256Mi"},
+)
+"""Every kind of resource that a quota may demand from each container."""
 
 
 @dataclass(frozen=True)
 class WorkerImages:
-    """The worker images of an installation, for runs without spec.image."""
+    """The worker images of an installation, for runs without spec.image, and how they run."""
 
     worker: str
     with_engine: Mapping[str, str] = field(default_factory=dict)
     """Worker images with an inference server, by engine name. An empty value: not configured."""
+    architectures: tuple[str, ...] = ("amd64",)
+    """Architectures of these images, as nodes name theirs. Empty: of every node."""
+    reporter: Resources = REPORTER_RESOURCES
+    """Resources of the container that runs the reporter, from the worker image."""
 
     def of(self, run: AgenticRun, role: Role) -> str:
         """Return the image for the pods of a role.

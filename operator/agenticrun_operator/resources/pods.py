@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import (
     HUB_CACHE_DIR,
+    LABEL_SAVES,
     RAY_CONTAINER,
     RAY_ENV,
     REPORTER_COMMAND,
@@ -12,11 +15,12 @@ from agenticrun_api.names import (
     REPORTER_PORT,
 )
 from agenticrun_api.pods import POD_USER, RESTRICTED, merged
-from agenticrun_api.roles import Resources
-from agenticrun_operator.resources.claims import created_claim
+from agenticrun_api.roles import SAVES, Resources, items
 from agenticrun_operator.resources.code import code_containers, init_volumes
+from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, run_labels
-from agenticrun_operator.resources.volumes import SAVES, pod_volumes
+from agenticrun_operator.resources.placement import placement
+from agenticrun_operator.resources.volumes import pod_volumes
 
 JOB_STOP_WAIT_SECONDS = 30
 """Time a stopped driver has to save before Ray kills it. Ray's default is 3."""
@@ -29,24 +33,42 @@ _ENV = {
     "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_WAIT_SECONDS),
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
-_REPORTER_RESOURCES: Manifest = {
-    "requests": {"cpu": "20m", "memory": "128Mi"},
-    "limits": {"memory": "256Mi"},
-}
 _REPORTER_VOLUMES = ("work", "run", "reporter-token")
+POD_IP_VARIABLE = "AGENTICRUN_POD_IP"
+
+_NOT_CONSOLIDATED = {
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+    "karpenter.sh/do-not-disrupt": "true",
+}
+"""Annotations of pods that save, unless the user sets them: autoscalers that make a cluster smaller
+leave these pods where they are."""
 
 
-def head_pod(run: AgenticRun, image: str, tokens: str, ports: dict[str, int]) -> Manifest:
+@dataclass(frozen=True)
+class PodContext:
+    """Values that the pods of all roles of a run get from outside its spec."""
+
+    images: WorkerImages
+    tokens: str
+    """Name of the Secret with the run's tokens."""
+    claim: Manifest | None = None
+    """The user's own claim for checkpoints, if it was read."""
+
+
+def head_pod(run: AgenticRun, context: PodContext, ports: dict[str, int]) -> Manifest:
     """Return the pod template of the head: Ray's head with the driver, and the reporter.
 
     The reporter is a native sidecar, so it keeps running when an attempt of the driver ends.
     """
-    pod = _pod(run, Role.DRIVER, image, tokens, ports)
+    pod = _pod(run, Role.DRIVER, context, ports)
+    pod["containers"][0]["env"].insert(
+        0, {"name": POD_IP_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+    )
     settings = run.spec.roles.driver
     pod.setdefault("initContainers", []).append(
         {
             "name": REPORTER_CONTAINER,
-            "image": image,
+            "image": context.images.of(run, Role.DRIVER),
             "imagePullPolicy": run.spec.image_pull_policy,
             "restartPolicy": "Always",
             "command": list(REPORTER_COMMAND),
@@ -56,11 +78,11 @@ def head_pod(run: AgenticRun, image: str, tokens: str, ports: dict[str, int]) ->
                 "periodSeconds": 1,
                 "failureThreshold": 5,
             },
-            "resources": _REPORTER_RESOURCES,
+            "resources": context.images.reporter.to_dict(),
             "securityContext": RESTRICTED,
             "volumeMounts": [
                 item.mount
-                for item in pod_volumes(run, Role.DRIVER, tokens)
+                for item in pod_volumes(run, Role.DRIVER, context.tokens)
                 if item.volume["name"] in _REPORTER_VOLUMES
             ],
         }
@@ -68,9 +90,9 @@ def head_pod(run: AgenticRun, image: str, tokens: str, ports: dict[str, int]) ->
     return _template(run, Role.DRIVER, pod)
 
 
-def worker_pod(run: AgenticRun, role: Role, image: str, tokens: str) -> Manifest:
+def worker_pod(run: AgenticRun, role: Role, context: PodContext) -> Manifest:
     """Return the pod template of a worker role."""
-    return _template(run, role, _pod(run, role, image, tokens, {}))
+    return _template(run, role, _pod(run, role, context, {}))
 
 
 def _template(run: AgenticRun, role: Role, pod: Manifest) -> Manifest:
@@ -82,18 +104,19 @@ def _template(run: AgenticRun, role: Role, pod: Manifest) -> Manifest:
     overlay = run.spec.roles.of(role).overlay
     labels = run.spec.labels | overlay.metadata.labels | run_labels(run, role)
     annotations = run.spec.annotations | overlay.metadata.annotations
+    if role in SAVES:
+        labels |= {LABEL_SAVES: "true"}
+        annotations = _NOT_CONSOLIDATED | annotations
     metadata: Manifest = {"labels": labels} | ({"annotations": annotations} if annotations else {})
     return {"metadata": metadata, "spec": merged(pod, overlay.spec)}
 
 
-def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, int]) -> Manifest:
-    settings = run.spec.roles.of(role)
-    volumes = pod_volumes(run, role, tokens)
+def _pod(run: AgenticRun, role: Role, context: PodContext, ports: dict[str, int]) -> Manifest:
+    settings, image = run.spec.roles.of(role), context.images.of(run, role)
+    volumes = pod_volumes(run, role, context.tokens)
     optional: Manifest = {
         "imagePullSecrets": [{"name": name} for name in run.spec.image_pull_secrets],
-        "nodeSelector": settings.node_selector,
-        "tolerations": settings.tolerations,
-        "affinity": settings.affinity or _beside_the_head(run, role),
+        **placement(run, role, context.images.architectures, context.claim),
         "priorityClassName": settings.priority_class_name or run.spec.priority_class_name,
         "runtimeClassName": settings.runtime_class_name,
     }
@@ -139,32 +162,20 @@ def _pod(run: AgenticRun, role: Role, image: str, tokens: str, ports: dict[str, 
 def _init_container(run: AgenticRun, role: Role, image: str) -> Manifest:
     """Return what all init containers that bring code have.
 
-    They may use as much memory as the Ray container, which starts after them.
+    They may use as much as the Ray container, which starts after them, without its devices. A quota
+    on a kind of resource demands it from every container.
     """
     resources = _resources(run, role)
     return {
         "image": image,
         "imagePullPolicy": run.spec.image_pull_policy,
         "resources": {
-            kind: {name: amounts[name] for name in ("cpu", "memory") if name in amounts}
+            kind: {name: amount for name, amount in amounts.items() if "/" not in name}
             for kind, amounts in resources.items()
         },
         "securityContext": RESTRICTED | {"readOnlyRootFilesystem": True},
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-
-
-def _beside_the_head(run: AgenticRun, role: Role) -> Manifest:
-    """Return the wish to share the head's node, if both mount a claim that one node can mount."""
-    claim = created_claim(run)
-    if claim is None or claim.access_mode != "ReadWriteOnce" or role not in SAVES - {Role.DRIVER}:
-        return {}
-    head = {
-        "topologyKey": "kubernetes.io/hostname",
-        "labelSelector": {"matchLabels": run_labels(run, Role.DRIVER)},
-    }
-    wish = {"weight": 100, "podAffinityTerm": head}
-    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
 
 
 def _environment(run: AgenticRun, role: Role) -> list[Manifest]:
@@ -203,7 +214,11 @@ def _resources(run: AgenticRun, role: Role) -> Manifest:
     limits: Manifest = {} if settings.gives("memory") else {"memory": settings.memory}
     if settings.gpus:
         limits[settings.gpu_resource_name] = settings.gpus
-    return {"requests": requests | limits | given.requests, "limits": limits | given.limits}
+    resources = {"requests": requests | limits | given.requests, "limits": limits | given.limits}
+    for container in items(settings.overlay.spec, "containers"):
+        if container.get("name") == RAY_CONTAINER and isinstance(container.get("resources"), dict):
+            resources = merged(resources, container["resources"])
+    return resources
 
 
 def cpus_of(run: AgenticRun, role: Role) -> str:

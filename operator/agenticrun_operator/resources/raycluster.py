@@ -15,7 +15,13 @@ from agenticrun_operator.resources.metadata import (
     Manifest,
     child_metadata,
 )
-from agenticrun_operator.resources.pods import cpus_of, head_pod, worker_pod
+from agenticrun_operator.resources.pods import (
+    POD_IP_VARIABLE,
+    PodContext,
+    cpus_of,
+    head_pod,
+    worker_pod,
+)
 
 HEAD_PORTS = {
     "gcs-server": 6379,
@@ -27,7 +33,10 @@ HEAD_PORTS = {
 """All ports of the head container. KubeRay copies them to the head service, and omits its default
 ports if any port is declared."""
 
-_HEAD_PARAMS = {"dashboard-host": "0.0.0.0", "no-monitor": "true"}
+_EVERY_ADDRESS = f"$(case ${POD_IP_VARIABLE} in *:*) echo ::;; *) echo 0.0.0.0;; esac)"
+"""The address of all interfaces, of the family of the pod's IP, for the shell into which KubeRay
+pastes it. Ray can listen on only one family, and the operator uses that of the pod's IP."""
+_HEAD_PARAMS = {"dashboard-host": _EVERY_ADDRESS, "no-monitor": "true"}
 """Ray's job API listens for the operator. Ray's autoscaler would be a process without work."""
 
 OBJECT_STORE_SHARE = 0.3
@@ -36,20 +45,23 @@ MIN_OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray requires at least 75 MiB."""
 
 
-def ray_cluster(run: AgenticRun, images: WorkerImages, tokens: str) -> Manifest:
+def ray_cluster(
+    run: AgenticRun, images: WorkerImages, tokens: str, claim: Manifest | None = None
+) -> Manifest:
     """Return the RayCluster. It has the name of the run.
 
     Args:
         run: the run.
         images: the worker images of this installation.
         tokens: the name of the Secret with the run's tokens.
+        claim: the user's own claim for checkpoints, if it was read.
     """
+    context = PodContext(images, tokens, claim)
     metadata = child_metadata(run, run.metadata.name)
     made_for = {_replicas_label(role): str(n) for role, n in run.spec.roles.elastic.items()}
     metadata["labels"] = run.spec.labels | metadata["labels"] | made_for
     if run.spec.annotations:
         metadata["annotations"] = dict(run.spec.annotations)
-    head = head_pod(run, images.of(run, Role.DRIVER), tokens, HEAD_PORTS)
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -59,11 +71,10 @@ def ray_cluster(run: AgenticRun, images: WorkerImages, tokens: str) -> Manifest:
             "authOptions": {"mode": "token", "secretName": tokens},
             "headGroupSpec": {
                 "rayStartParams": _ray_start_params(run, Role.DRIVER) | _HEAD_PARAMS,
-                "template": head,
+                "template": head_pod(run, context, HEAD_PORTS),
             },
             "workerGroupSpecs": [
-                _worker_group(run, role, images.of(run, role), tokens)
-                for role in run.spec.roles.workers
+                _worker_group(run, role, context) for role in run.spec.roles.workers
             ],
         },
     }
@@ -115,7 +126,7 @@ def _replicas_label(role: str) -> str:
     return f"{GROUP}/{role}-replicas"
 
 
-def _worker_group(run: AgenticRun, role: Role, image: str, tokens: str) -> Manifest:
+def _worker_group(run: AgenticRun, role: Role, context: PodContext) -> Manifest:
     replicas = run.spec.roles.replicas(role)
     return {
         "groupName": role.value,
@@ -123,7 +134,7 @@ def _worker_group(run: AgenticRun, role: Role, image: str, tokens: str) -> Manif
         "minReplicas": replicas,
         "maxReplicas": replicas,
         "rayStartParams": _ray_start_params(run, role),
-        "template": worker_pod(run, role, image, tokens),
+        "template": worker_pod(run, role, context),
     }
 
 

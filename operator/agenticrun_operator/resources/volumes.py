@@ -13,6 +13,7 @@ from agenticrun_api.names import (
     RUN_FILE,
     WORK_DIR,
 )
+from agenticrun_api.roles import SAVES
 from agenticrun_api.spec import Checkpoint, InitializeModel, VolumeClaim
 from agenticrun_operator.resources.code import code_volumes
 from agenticrun_operator.resources.metadata import Manifest
@@ -41,10 +42,6 @@ def claim_name(run: AgenticRun) -> str:
     return f"{run.metadata.name}-checkpoints"
 
 
-SAVES = frozenset({Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC})
-"""The roles whose pods write checkpoints, and mount their claim."""
-
-
 def storage_of(run: AgenticRun) -> Checkpoint | None:
     """Return the storage of the run's checkpoints; None if it saves none.
 
@@ -56,26 +53,12 @@ def storage_of(run: AgenticRun) -> Checkpoint | None:
 
 def _default_storage(run: AgenticRun) -> Checkpoint | None:
     """Return the storage with the claim that a run gets if it names none; None if it gets none."""
-    spec, storage = run.spec, run.spec.storage
-    if spec.model.initialize is None or (
-        spec.checkpoint is not None and (storage is None or not _needs_volume(run, storage))
-    ):
+    model = run.spec.model.initialize
+    if model is None or not run.spec.gets_default_claim:
         return None
-    storage = storage or Checkpoint()
-    claim = VolumeClaim(size=_default_size(run, spec.model.initialize, storage.keep))
+    storage = run.spec.storage or Checkpoint()
+    claim = VolumeClaim(size=_default_size(run, model, storage.keep))
     return storage.model_copy(update={"volume_claim": claim})
-
-
-def _needs_volume(run: AgenticRun, storage: Checkpoint) -> bool:
-    """Return True if nothing provides the folder `uri` below /checkpoints."""
-    if storage.volume_claim is not None or not _is_below(storage.uri, CHECKPOINT_DIR):
-        return False
-    mounts = run.spec.roles.driver.volume_mounts
-    return not any(_is_below(storage.uri, str(mount.get("mountPath"))) for mount in mounts)
-
-
-def _is_below(path: str, folder: str) -> bool:
-    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
 MAX_WORDS = 16_384

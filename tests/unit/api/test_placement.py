@@ -27,7 +27,9 @@ def test_disaggregated_runs_have_inference_pods_also_where_nothing_is_said_about
 
 def test_colocated_engines_live_on_the_trainers_pods() -> None:
     spec = a_spec(
-        ("spec.placement", "Colocated"), ("spec.roles", {"trainer": {"gpus": 4, "replicas": 2}})
+        ("spec.placement", "Colocated"),
+        ("spec.roles", {"trainer": {"gpus": 4, "replicas": 2}}),
+        ("spec.checkpoint.none", True),
     )
     assert spec.roles.workers == (Role.TRAINER, Role.ENV)
     assert spec.actors_per_pod(Role.TRAINER) == {Role.TRAINER: 4, Role.INFERENCE: 4}

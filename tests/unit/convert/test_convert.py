@@ -282,6 +282,15 @@ def test_devices_become_pods_of_equal_size(mapping: Any, pods: dict[str, int]) -
     assert {key: trainer[key] for key in pods} == pods
 
 
+@pytest.mark.parametrize(("devices", "mode"), [(8, None), (16, "ReadWriteMany")])
+def test_the_claim_reaches_as_many_nodes_as_the_trainers_need(
+    devices: int, mode: str | None
+) -> None:
+    mapping = {"device_mapping": f"list(range(0,{devices}))"}
+    claim = converted(actor_train=mapping).document["spec"]["checkpoint"]["volumeClaim"]
+    assert claim.get("accessMode") == mode
+
+
 def test_device_mappings_are_read_not_run() -> None:
     with pytest.raises(ConvertError, match=r"actor_train\.device_mapping"):
         converted(actor_train={"device_mapping": "__import__('os').getpid()"})

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api import ConditionType, Outcome, Phase
+from agenticrun_api import ConditionType, InvalidRun, Outcome, Phase, parse_run
+from agenticrun_api.load import parse_served
 from agenticrun_api.names import KIND
-from agenticrun_operator.resources import Manifest
+from agenticrun_operator.resources import CLAIM_KIND, Manifest, unsuitable
 from operator_world import NAME, Operator, World, happened
+from runs import Change, run_with
 
 CLAIM = ("PersistentVolumeClaim", f"{NAME}-checkpoints")
 SMALL = {"size": "1Gi"}
+TWO_TRAINERS: Change = ("spec.roles.trainer", {"replicas": 2, "gpus": 8})
+ONE_NODE: Change = ("spec.checkpoint.volumeClaim.oneNode", True)
 
 
 async def a_run(world: World, claim: dict[str, Any], *changes: tuple[str, Any]) -> Operator:
@@ -38,6 +42,15 @@ def provisioned(world: World) -> tuple[str, str]:
 
 def claim_of(world: World) -> Manifest:
     return world.objects[CLAIM]
+
+
+async def test_a_disruption_budget_lives_as_long_as_its_run() -> None:
+    world = World()
+    await a_run(world, SMALL, ("spec.disruptionBudget", "Block"))
+    budget = ("PodDisruptionBudget", NAME)
+    assert budget in world.objects
+    await deleted(world)
+    assert budget not in world.objects
 
 
 async def test_a_claim_outlives_its_run_and_the_next_run_of_the_name_uses_it() -> None:
@@ -216,3 +229,32 @@ async def test_a_run_that_opts_out_saves_nothing() -> None:
     assert len(world.jobs) == 1
     assert CLAIM not in world.objects
     assert world.status.volume_claim is None
+
+
+@pytest.mark.parametrize(
+    ("modes", "more", "told"),
+    [
+        (["ReadWriteMany"], [TWO_TRAINERS], None),
+        (["ReadWriteOnce", "ReadWriteMany"], [TWO_TRAINERS], None),
+        (["ReadWriteOnce"], [], None),
+        (["ReadWriteOnce"], [TWO_TRAINERS], "has ReadWriteOnce, and several trainer pods"),
+        (["ReadWriteOnce"], [TWO_TRAINERS, ONE_NODE], None),
+        (["ReadWriteOncePod"], [], "has ReadWriteOncePod, and head and trainer pods must write"),
+        (["ReadOnlyMany"], [ONE_NODE], "has ReadOnlyMany, and head and trainer pods must write"),
+    ],
+)
+def test_a_claim_of_the_users_is_refused_if_the_pods_cannot_all_mount_it(
+    modes: list[str], more: list[Change], told: str | None
+) -> None:
+    run = parse_run(run_with(("spec.checkpoint.volumeClaim.claimName", "data"), *more))
+    claim = {"kind": CLAIM_KIND, "metadata": {"name": "data"}, "spec": {"accessModes": modes}}
+    why = unsuitable(run, claim)
+    assert why is None if told is None else told in str(why)
+
+
+def test_a_run_of_an_earlier_version_that_the_rule_refuses_continues() -> None:
+    document = run_with(TWO_TRAINERS, ("spec.checkpoint.volumeClaim.size", "1Gi"))
+    with pytest.raises(InvalidRun, match="ReadWriteOnce allows one node"):
+        parse_run(document)
+    document["metadata"] |= {"namespace": "team", "uid": "1", "generation": 1}
+    parse_served(document)

@@ -46,6 +46,7 @@ async def test_two_runs_that_hold_each_others_gpus_resolve() -> None:
         world._ids = itertools.count(1000 * (place + 1))
         world.apply_run(
             ("spec.roles.trainer", {"replicas": 3, "gpus": 1}),
+            ("spec.checkpoint.none", True),
             ("spec.failurePolicy", {"startupDeadlineSeconds": 300}),
         )
         gpus.worlds.append(world)
@@ -80,7 +81,11 @@ async def test_two_runs_that_hold_each_others_gpus_resolve() -> None:
 
 
 async def test_a_gang_that_cannot_be_placed_gives_its_pods_back_and_queues() -> None:
-    operator = a_run(("spec.roles.trainer", {"replicas": 2, "gpus": 1}), startupDeadlineSeconds=300)
+    operator = a_run(
+        ("spec.roles.trainer", {"replicas": 2, "gpus": 1}),
+        ("spec.checkpoint.none", True),
+        startupDeadlineSeconds=300,
+    )
     world = operator.world
     world.gpus = Gpus(1, [world])
     await pass_time(operator, 290)

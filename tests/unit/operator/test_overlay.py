@@ -185,7 +185,8 @@ def test_labels_and_annotations_are_added_and_ours_win() -> None:
     metadata = template(Role.TRAINER, *changes)["metadata"]
     ours = template(Role.TRAINER)["metadata"]["labels"]
     assert metadata["labels"] == ours | {"team": "lake", "cost": "2"}
-    assert metadata["annotations"] == {"note": "all", "a": "b"}
+    theirs = {"note": "all", "a": "b"}
+    assert metadata["annotations"] == template(Role.TRAINER)["metadata"]["annotations"] | theirs
     cluster = ray_cluster(a_run(*changes), WORKER, "tokens")["metadata"]
     assert cluster["labels"].items() >= {"team": "lake", "agenticrun.dev/run": "lake"}.items()
     assert cluster["annotations"] == {"note": "all"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import subprocess
 from base64 import b64decode, urlsafe_b64encode
 from hashlib import sha256
 from typing import Any
@@ -17,12 +18,14 @@ from agenticrun_api.quantities import whole_number
 from agenticrun_api.spec import CodeSpec
 from agenticrun_api.version import __version__
 from agenticrun_operator.resources import (
+    Child,
     Manifest,
     OperatorKey,
     WorkerImages,
     desired_children,
     images_in,
     key_id_of,
+    mounted_names,
     ray_cluster,
     tokens_name,
     tokens_secret,
@@ -41,7 +44,7 @@ GPU_RUN: tuple[tuple[str, object], ...] = (
         "spec.roles.inference",
         {"gpus": 1, "gpuResourceName": "example.com/gpu", "nodeSelector": {"type": "gpu"}},
     ),
-    ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
+    ("spec.checkpoint", {"volumeClaim": {"size": "1Gi", "accessMode": "ReadWriteMany"}}),
     ("spec.code", {"configMap": "my-envs"}),
     ("spec.roles.reference", {"gpus": 1}),
     ("spec.roles.critic", {"gpus": 1, "replicas": 2}),
@@ -176,26 +179,6 @@ def test_a_run_that_says_where_its_checkpoints_go_gets_no_claim(
     assert "PersistentVolumeClaim" not in kinds
 
 
-def test_pods_that_share_a_claim_of_one_node_prefer_the_heads_node() -> None:
-    cluster = ray_cluster(a_run(), WORKER, TOKENS)
-    for role in (Role.TRAINER, Role.ENV):
-        assert ("affinity" in pod_of(cluster, role)) is (role is Role.TRAINER)
-    (wish,) = pod_of(cluster, Role.TRAINER)["affinity"]["podAffinity"][
-        "preferredDuringSchedulingIgnoredDuringExecution"
-    ]
-    head = cluster["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
-    assert wish["podAffinityTerm"]["labelSelector"]["matchLabels"] == head
-    theirs: dict[str, Any] = {"nodeAffinity": {}}
-    shared = {"size": "1Gi", "accessMode": "ReadWriteMany"}
-    for change, expected in (
-        (("spec.roles.trainer.affinity", theirs), theirs),
-        (("spec.checkpoint.volumeClaim", shared), None),
-        (("spec.checkpoint.none", True), None),
-    ):
-        pod = pod_of(ray_cluster(a_run(change), WORKER, TOKENS), Role.TRAINER)
-        assert pod.get("affinity") == expected
-
-
 def test_a_role_may_have_another_priority_than_the_run() -> None:
     run = a_run(("spec.priorityClassName", "low"), ("spec.roles.trainer.priorityClassName", "high"))
     cluster = ray_cluster(run, WORKER, TOKENS)
@@ -235,7 +218,8 @@ def test_gpus_are_limits_under_their_resource_name_and_cpus_are_never_limited(
     }
     (inference,) = pod_of(cluster, Role.INFERENCE)["containers"]
     assert inference["resources"]["limits"]["example.com/gpu"] == 1
-    assert pod_of(cluster, Role.INFERENCE)["nodeSelector"] == {"type": "gpu"}
+    selector = {"kubernetes.io/arch": "amd64", "type": "gpu"}
+    assert pod_of(cluster, Role.INFERENCE)["nodeSelector"] == selector
 
 
 def test_replicas_cannot_be_scaled_by_anyone_else(cluster: Manifest) -> None:
@@ -256,9 +240,27 @@ def test_reference_and_critic_have_pods_only_where_the_run_gives_them_a_role(
     ]
 
 
-def test_the_head_serves_the_job_api_and_runs_no_autoscaler(cluster: Manifest) -> None:
-    head = cluster["spec"]["headGroupSpec"]["rayStartParams"]
-    assert (head["dashboard-host"], head["no-monitor"]) == ("0.0.0.0", "true")
+@pytest.mark.parametrize(
+    ("ip", "every_address"),
+    [("10.1.2.3", "0.0.0.0"), ("fd00:10::7", "::"), ("", "0.0.0.0")],
+)
+def test_the_head_serves_the_job_api_on_every_address_of_its_family(
+    ip: str, every_address: str, cluster: Manifest
+) -> None:
+    (head,) = pod_of(cluster, Role.DRIVER)["containers"]
+    (variable,) = [item for item in head["env"] if item["name"] == "AGENTICRUN_POD_IP"]
+    assert variable["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    given = cluster["spec"]["headGroupSpec"]["rayStartParams"]["dashboard-host"]
+    # KubeRay pastes parameters into a line for bash.
+    line = ["bash", "-c", "--", f"echo ray start --head  --dashboard-host={given}  --block"]
+    told = subprocess.run(
+        line, env={"AGENTICRUN_POD_IP": ip}, capture_output=True, check=True, text=True
+    )
+    assert told.stdout.split()[3] == f"--dashboard-host={every_address}"
+
+
+def test_the_head_runs_no_autoscaler(cluster: Manifest) -> None:
+    assert cluster["spec"]["headGroupSpec"]["rayStartParams"]["no-monitor"] == "true"
 
 
 def test_all_head_ports_are_named(cluster: Manifest) -> None:
@@ -401,7 +403,7 @@ def test_code_is_brought_into_every_pod(
             del found["reporter"]
         assert found == containers
         (ray,) = pod["containers"]
-        environment = {item["name"]: item["value"] for item in ray["env"]}
+        environment = {item["name"]: item.get("value") for item in ray["env"]}
         assert environment["PYTHONPATH"] == path
         read_only = {mount["name"] for mount in ray["volumeMounts"] if mount.get("readOnly")}
         brought = {"code": set(code) != {"pip"}, "packages": "pip" in code}
@@ -517,7 +519,10 @@ def test_an_inference_pod_offers_as_many_engines_as_its_gpus_are_enough_for() ->
 
 def test_colocated_trainer_pods_offer_both_roles() -> None:
     run = a_run(
-        SGLANG, ("spec.placement", "Colocated"), ("spec.roles.trainer", {"gpus": 8, "replicas": 2})
+        SGLANG,
+        ("spec.placement", "Colocated"),
+        ("spec.roles.trainer", {"gpus": 8, "replicas": 2}),
+        ("spec.checkpoint.none", True),
     )
     groups = {
         group["groupName"]: group
@@ -582,3 +587,24 @@ def test_only_the_head_mounts_the_reporters_token_and_no_file_holds_rays() -> No
         item for item in pod_of(cluster, Role.DRIVER)["volumes"] if item["name"] == "reporter-token"
     ]
     assert volume["secret"]["items"] == [{"key": "token", "path": "token"}]
+
+
+def test_a_disruption_budget_counts_the_pods_that_save_and_is_made_only_if_asked_for() -> None:
+    kinds = [child["kind"] for child in desired_children(a_run(*GPU_RUN), WORKER, TOKENS)]
+    assert "PodDisruptionBudget" not in kinds
+    run = a_run(*GPU_RUN, ("spec.disruptionBudget", "Block"))
+    children = desired_children(run, WORKER, TOKENS)
+    budget, cluster = children[-2:]
+    assert [Child.of(child) for child in children[:-1]] == list(mounted_names(run))
+    assert (budget["apiVersion"], budget["kind"]) == ("policy/v1", "PodDisruptionBudget")
+    head: Manifest = cluster["spec"]["headGroupSpec"] | {"replicas": 1}
+    groups: list[Manifest] = cluster["spec"]["workerGroupSpecs"]
+    selected = budget["spec"]["selector"]["matchLabels"].items()
+    covered = [
+        group
+        for group in (head, *groups)
+        if selected <= group["template"]["metadata"]["labels"].items()
+    ]
+    assert [group.get("groupName") for group in covered] == [None, "trainer", "reference", "critic"]
+    assert budget["spec"]["minAvailable"] == sum(group["replicas"] for group in covered) == 6
+    assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"

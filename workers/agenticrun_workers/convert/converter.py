@@ -171,12 +171,13 @@ def convert(composition: Composition, name: str) -> Conversion:
     top = View(config, AGENTIC)
     train, env_pods = train_groups(top, notes)
     run_name = _dns_name(top["exp_name"] or name)
+    pods = roles(top, env_pods, notes)
     spec = {
         "model": model(top, notes),
         "placement": placement(top),
-        "roles": roles(top, env_pods, notes),
+        "roles": pods,
         "pipeline": _pipeline(top, train, notes),
-        "checkpoint": _checkpoint(top, notes),
+        "checkpoint": _checkpoint(top, pods, notes),
         "tracking": _tracking(top, run_name, notes),
     }
     document = {
@@ -459,7 +460,7 @@ def _checkpoint_uri(top: View) -> str | None:
     return given if given is not None and (given.startswith("/") or "://" in given) else None
 
 
-def _checkpoint(top: View, notes: Notes) -> Spec:
+def _checkpoint(top: View, pods: Spec, notes: Notes) -> Spec:
     resume = top["resume_from_checkpoint"]
     if isinstance(resume, str):
         notes.person(
@@ -485,7 +486,18 @@ def _checkpoint(top: View, notes: Notes) -> Spec:
         given,
         f"pods cannot access the launcher's folder: {CLAIM} on a volume claim of {size}",
     )
-    return {"uri": CLAIM, "volumeClaim": {"size": size}, "keep": keep}
+    mode = {"accessMode": "ReadWriteMany"} if _need_several_nodes(pods) else {}
+    return {"uri": CLAIM, "volumeClaim": {"size": size} | mode, "keep": keep}
+
+
+def _need_several_nodes(pods: Spec) -> bool:
+    """Return True if a claim that only one node can mount is refused for these roles."""
+    own = (pods.get(role) for role in ("reference", "critic"))
+    trainer = pods.get("trainer", {})
+    return bool(
+        (trainer.get("gpus") and trainer.get("replicas", 1) > 1)
+        or any(pod and pod.get("gpus") for pod in own)
+    )
 
 
 LEAST_CLAIM_GIB = 100

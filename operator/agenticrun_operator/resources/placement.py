@@ -1,0 +1,121 @@
+"""The nodes that a run's pods may be scheduled on: node selector, tolerations, affinity.
+
+A volume that one node can mount (ReadWriteOnce) binds the pods that write checkpoints to one node.
+The scheduler does not see where such a volume is attached, so the pods must say it. The trainer's
+pod chooses the node, because not every node has its GPUs, and the other pods follow it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from agenticrun_api import AgenticRun, Role
+from agenticrun_api.names import LABEL_ROLE, LABEL_RUN_UID, LABEL_SAVES
+from agenticrun_api.roles import SAVES, PodRole
+from agenticrun_operator.resources.claims import access_modes
+from agenticrun_operator.resources.metadata import Manifest
+from agenticrun_operator.resources.volumes import storage_of
+
+ARCHITECTURE = "kubernetes.io/arch"
+"""Label of nodes with their architecture, set by the kubelet."""
+HOSTNAME = "kubernetes.io/hostname"
+
+
+def on_one_node(run: AgenticRun, claim: Manifest | None = None) -> bool:
+    """Return True if the pods that write checkpoints mount a claim that only one node can mount.
+
+    Args:
+        run: the run.
+        claim: the user's own claim (checkpoint.volumeClaim.claimName), if it was read.
+    """
+    storage = storage_of(run)
+    settings = storage.volume_claim if storage else None
+    if settings is None:
+        return False
+    if settings.claim_name is None:
+        return settings.access_mode == "ReadWriteOnce"
+    return claim is not None and "ReadWriteMany" not in access_modes(claim)
+
+
+def placement(
+    run: AgenticRun, role: Role, architectures: Sequence[str], claim: Manifest | None = None
+) -> Manifest:
+    """Return nodeSelector, tolerations and affinity of a role's pods; what the user gives wins.
+
+    Args:
+        run: the run.
+        role: the role.
+        architectures: of the worker images. Empty: of every node.
+        claim: the user's own claim for checkpoints, if it was read.
+    """
+    settings, trainer = run.spec.roles.of(role), run.spec.roles.trainer
+    bound = role in SAVES and on_one_node(run, claim)
+    sharing = [trainer, settings] if bound and role is not Role.TRAINER else [settings]
+    selector: dict[str, Any] = {}
+    tolerations: list[Any] = []
+    for shared in sharing:
+        selector |= _node_selector(shared)
+        tolerations += [item for item in _tolerations(shared) if item not in tolerations]
+    affinity = dict(settings.affinity)
+    if bound:
+        affinity = {"podAffinity": _with_the_savers(run, role)} | affinity
+    if not any(_chooses_architecture(shared) for shared in sharing):
+        if len(architectures) == 1:
+            selector = {ARCHITECTURE: architectures[0]} | selector
+        elif architectures:
+            affinity = {"nodeAffinity": _one_of(architectures)} | affinity
+    return {"nodeSelector": selector, "tolerations": tolerations, "affinity": affinity}
+
+
+def _node_selector(settings: PodRole) -> dict[str, Any]:
+    overlay = settings.overlay.spec.get("nodeSelector")
+    return settings.node_selector | (overlay if isinstance(overlay, dict) else {})
+
+
+def _tolerations(settings: PodRole) -> list[Any]:
+    """Return the role's tolerations, and one for a taint that is named after its GPUs.
+
+    GKE and EKS add the latter at admission to pods that request GPUs, but not to a head that must
+    share the node of such a pod.
+    """
+    overlay = settings.overlay.spec.get("tolerations")
+    given = overlay if isinstance(overlay, list) else settings.tolerations
+    if not settings.gpus:
+        return list(given)
+    gpus = {"key": settings.gpu_resource_name, "operator": "Exists", "effect": "NoSchedule"}
+    return [*given, *([] if gpus in given else [gpus])]
+
+
+def _chooses_architecture(settings: PodRole) -> bool:
+    overlay = settings.overlay.spec.get("affinity")
+    return ARCHITECTURE in json.dumps([settings.affinity, overlay], default=str)
+
+
+def _with_the_savers(run: AgenticRun, role: Role) -> Manifest:
+    """Return the affinity to the node of the run's other pods that write checkpoints.
+
+    A pod that matches its own term may be the first one anywhere. If the trainer needs a special
+    node, it must be the first: a head that came first could take a node without GPUs.
+    """
+    follows = role is not Role.TRAINER and _needs_special_node(run.spec.roles.trainer)
+    others = {LABEL_ROLE: Role.TRAINER.value} if follows else {LABEL_SAVES: "true"}
+    term = {
+        "topologyKey": HOSTNAME,
+        "labelSelector": {"matchLabels": {LABEL_RUN_UID: run.metadata.uid} | others},
+    }
+    return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+
+
+def _needs_special_node(trainer: PodRole) -> bool:
+    given = trainer.resources
+    requested = {**given.requests, **given.limits} if given else {}
+    devices = any("/" in name for name in requested)
+    return bool(trainer.gpus or devices or trainer.affinity or "affinity" in trainer.overlay.spec)
+
+
+def _one_of(architectures: Sequence[str]) -> Manifest:
+    allowed = {"key": ARCHITECTURE, "operator": "In", "values": list(architectures)}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [allowed]}]}
+    return {"requiredDuringSchedulingIgnoredDuringExecution": terms}
