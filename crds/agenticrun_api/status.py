@@ -186,6 +186,9 @@ class RayClusterStatus(Model):
 
     name: ShortText
     """Name of the RayCluster."""
+    uid: ShortText = ""
+    """uid of the RayCluster. The operator knows it by this, also if its labels and its owner are
+    removed."""
 
 
 class Outcome(StrEnum):

@@ -21,7 +21,7 @@ from agenticrun_operator.resources import (
     Child,
     Manifest,
     controller,
-    controller_uid,
+    is_own,
 )
 
 _PULL_FAILURES = frozenset(
@@ -44,6 +44,28 @@ _COMMIT = re.compile("[0-9a-f]{40,64}")
 _PLAIN_WAITING = frozenset({"ContainerCreating", "PodInitializing"})
 _MOUNT_FAILURES = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
 _ROLES = frozenset(role.value for role in Role)
+_NODE_TYPE, _GROUP, _CLUSTER = "ray.io/node-type", "ray.io/group", "ray.io/cluster"
+"""Labels that KubeRay gives to each pod that it creates."""
+_DISRUPTED = frozenset(
+    {
+        "Evicted",
+        "NodeAffinity",
+        "NodeLost",
+        "NodeShutdown",
+        "OutOfcpu",
+        "OutOfmemory",
+        "OutOfpods",
+        "Preempted",
+        "Preempting",
+        "Shutdown",
+        "Terminated",
+        "UnexpectedAdmissionError",
+    }
+)
+"""Reasons in the status of a pod that its node has ended or does not take back."""
+_OWN_LIMIT = re.compile(r"\bexceed(s|ed) (the|its)\b")
+"""The kubelet's words for a pod that it evicts because its containers use more storage than their
+own limits allow. Another attempt would end the same way."""
 LIVE_JOB = frozenset({"PENDING", "RUNNING"})
 
 
@@ -104,7 +126,17 @@ class Pod:
     commit: str = ""
     """The commit of spec.code.git that the pod has fetched."""
     orphan: bool = False
-    """True if the pod's RayCluster no longer exists. The garbage collector will delete the pod."""
+    """True if the pod's RayCluster no longer exists. The garbage collector deletes the pod, unless
+    it is `ownerless`."""
+    ownerless: bool = False
+    """True if someone has removed the pod's owner, as a deletion of the RayCluster with
+    --cascade=orphan does. No garbage collector will delete the pod."""
+    is_head: bool = False
+    """True if this is the run's head: the pod that the RayCluster names, or its only head while it
+    names none."""
+    disruption: str = ""
+    """The reason in one word if Kubernetes has ended the pod, or is about to, for a cause outside
+    the run: a drain, an eviction, a preemption, a taint or a shutdown of its node."""
 
     @property
     def deleting(self) -> bool:
@@ -210,12 +242,20 @@ class Observed:
     def own_cluster(self, run: AgenticRun) -> Manifest | None:
         """Return the RayCluster, if it exists and is this run's own."""
         cluster = self.child("RayCluster", run.metadata.name)
-        return cluster if cluster and controller_uid(cluster) == run.metadata.uid else None
+        return cluster if cluster and is_own(run, cluster) else None
+
+    @property
+    def cluster_suspended(self) -> bool:
+        """True if the RayCluster is suspended, or is being suspended: KubeRay deletes its pods.
+
+        The operator never does that: a queue or an administrator has.
+        """
+        clusters = (item for child, item in self.children.items() if child.kind == "RayCluster")
+        return any(cluster is not None and _is_suspended(cluster) for cluster in clusters)
 
     def head(self, run_uid: str) -> Pod | None:
-        """Return the run's own head pod; if there are two, the one that is not being deleted."""
-        heads = [pod for pod in self.own_pods(run_uid) if pod.role is Role.DRIVER]
-        return min(heads, key=lambda pod: pod.deleting, default=None)
+        """Return the run's head pod; None if there is none, or if two pods claim to be it."""
+        return next((pod for pod in self.own_pods(run_uid) if pod.is_head), None)
 
     def own_pods(self, run_uid: str) -> list[Pod]:
         """Return the pods of the RayCluster that the run has now."""
@@ -230,48 +270,130 @@ class Observed:
         return found
 
 
+def _is_suspended(cluster: Manifest) -> bool:
+    conditions = cluster.get("status", {}).get("conditions") or ()
+    return bool(cluster["spec"].get("suspend")) or any(
+        item["type"] in ("RayClusterSuspending", "RayClusterSuspended") and item["status"] == "True"
+        for item in conditions
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LabelledPod:
-    """One version of a pod that has the label of a run.
+    """One version of a pod that was selected by a label.
 
-    The label only selects; the owner decides, because anyone may label a pod.
+    The label only selects, because anyone may label a pod: a pod counts if a RayCluster controls
+    it, or did until someone removed its owner.
     """
 
     cluster: tuple[str, str]
-    """Name and uid of the RayCluster that controls the pod."""
+    """Name and uid of the RayCluster that controls the pod; the uid is empty if the pod has no
+    owner."""
     pod: Pod
 
 
 def read_labelled_pod(manifest: Manifest) -> LabelledPod | None:
-    """Read a pod that was selected by a run's label; None if it is not a pod of a RayCluster."""
+    """Read a pod that was selected by a label; None if it is not a pod of a RayCluster."""
     owner = controller(manifest)
-    role = manifest["metadata"].get("labels", {}).get(LABEL_ROLE)
-    if owner.get("kind") != "RayCluster" or role not in _ROLES:
+    if role_of(manifest) is None or (owner and owner["kind"] != "RayCluster"):
         return None
-    return LabelledPod((owner["name"], owner["uid"]), read_pod(manifest))
+    named = (manifest["metadata"].get("labels") or {}).get(_CLUSTER, "")
+    cluster = (owner["name"], owner["uid"]) if owner else (named, "")
+    return LabelledPod(cluster, read_pod(manifest))
 
 
-def resolve_pod(labelled: LabelledPod, cluster: Manifest | None, cluster_known: bool) -> Pod:
-    """Return a pod with what the run's RayCluster says about it.
+def resolve_pod(
+    labelled: LabelledPod, run: AgenticRun, cluster: Manifest | None, cluster_known: bool
+) -> Pod | None:
+    """Return a pod with what the run's RayCluster says about it; None if it is not the run's.
 
-    If another RayCluster than that of now controls it, the pod is an orphan.
+    If another RayCluster than the current one controls it, the pod is an orphan. So is one
+    without an owner that is older than the RayCluster.
 
     Args:
         labelled: the pod.
-        cluster: the run's RayCluster; None if there is none.
+        run: the run.
+        cluster: its RayCluster; None if there is none.
         cluster_known: False if the RayCluster could not be read; then no pod is an orphan.
     """
-    pod = labelled.pod
-    if cluster is None or labelled.cluster[1] != cluster["metadata"]["uid"]:
+    pod, (name, uid) = labelled.pod, labelled.cluster
+    mine = uid or pod.run_uid == run.metadata.uid
+    if name != run.metadata.name or not mine:
+        return None
+    if cluster is None:
         return replace(pod, orphan=True) if cluster_known else pod
-    run_uid = controller_uid(cluster) or ""
+    metadata = cluster["metadata"]
+    made_at = metadata.get("creationTimestamp", "")
+    current = uid == metadata["uid"] if uid else pod.created_at >= made_at
+    if not current:
+        return replace(pod, orphan=True)
+    run_uid = run.metadata.uid if is_own(run, cluster) else controller(cluster).get("uid", "")
     return pod if pod.run_uid == run_uid else replace(pod, run_uid=run_uid)
 
 
+def with_head(pods: Sequence[Pod], named: str | None, submitted_to: str | None) -> list[Pod]:
+    """Return the pods of a run, with the head marked.
+
+    Whoever may create pods may also write their labels and their owner. So a pod is the head only
+    if the RayCluster's status names it, which KubeRay writes. Other pods that claim to be the head
+    are then left out, unless they are being deleted. Until the status names one, the only claimant
+    is the head.
+
+    Args:
+        pods: the pods.
+        named: the head in the status of the RayCluster.
+        submitted_to: uid of the pod that the newest attempt was submitted to, if there is no
+            RayCluster to name one.
+    """
+    claimants = [pod for pod in pods if pod.role is Role.DRIVER and not pod.orphan]
+    live = [pod for pod in claimants if not pod.deleting] or claimants
+    if named:
+        head = next((pod for pod in claimants if pod.name == named), None)
+    elif submitted_to and len(live) > 1:
+        head = next((pod for pod in claimants if pod.uid == submitted_to), None)
+    else:
+        head = live[0] if len(live) == 1 else None
+    if head is None:
+        return list(pods) if named or len(live) < 2 else [_as_claimant(pod, live) for pod in pods]
+    return [
+        replace(pod, is_head=True) if pod is head else pod
+        for pod in pods
+        if pod is head or pod.role is not Role.DRIVER or pod.orphan or pod.deleting
+    ]
+
+
+def head_name(cluster: Manifest | None) -> str | None:
+    """Return the name of the head pod that the status of a RayCluster has, if it has one."""
+    name: str | None = ((cluster or {}).get("status", {}).get("head") or {}).get("podName")
+    return name
+
+
+def _as_claimant(pod: Pod, claimants: list[Pod]) -> Pod:
+    """Return the pod as one that is not ready, if other pods claim to be the head, too."""
+    if pod not in claimants:
+        return pod
+    others = ", ".join(other.name for other in claimants if other is not pod)
+    message = f"claims to be the head, as {others} does: delete the one that is not"
+    return replace(pod, ready=False, problem=Problem(Reason.PODS_PENDING, message))
+
+
+def role_of(manifest: Manifest) -> Role | None:
+    """Return the role of a pod of a RayCluster; None if it has none.
+
+    KubeRay's labels say it, too, and only they make a pod the head.
+    """
+    labels = manifest["metadata"].get("labels") or {}
+    if labels.get(_NODE_TYPE) == "head":
+        return Role.DRIVER
+    named = labels.get(LABEL_ROLE) or labels.get(_GROUP)
+    return Role(named) if named in _ROLES and named != Role.DRIVER.value else None
+
+
 def read_pod(manifest: Manifest) -> Pod:
-    """Read one pod of a RayCluster."""
+    """Read one pod of a RayCluster, which has a role."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
-    labels = metadata["labels"]
+    role = role_of(manifest)
+    assert role is not None, metadata["name"]
     readiness: Manifest = next(
         (item for item in status.get("conditions", ()) if item["type"] == "Ready"), {}
     )
@@ -279,8 +401,8 @@ def read_pod(manifest: Manifest) -> Pod:
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
-        run_uid=labels.get(LABEL_RUN_UID, ""),
-        role=Role(labels[LABEL_ROLE]),
+        run_uid=(metadata.get("labels") or {}).get(LABEL_RUN_UID, ""),
+        role=role,
         ready=ready,
         node=manifest.get("spec", {}).get("nodeName", ""),
         ip=status.get("podIP"),
@@ -293,7 +415,18 @@ def read_pod(manifest: Manifest) -> Pod:
         gone_by=metadata.get("deletionTimestamp"),
         ended=_has_ended(status),
         commit=_commit(status),
+        ownerless=not controller(manifest),
+        disruption=_disruption(status),
     )
+
+
+def _disruption(status: Manifest) -> str:
+    for condition in status.get("conditions", ()):
+        if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
+            return condition.get("reason") or "DisruptionTarget"
+    reason: str = status.get("reason") or ""
+    own_fault = reason == "Evicted" and _OWN_LIMIT.search(status.get("message") or "")
+    return reason if reason in _DISRUPTED and not own_fault else ""
 
 
 def _commit(status: Manifest) -> str:

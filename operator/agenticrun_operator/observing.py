@@ -20,14 +20,17 @@ from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.metrics import HEADS_UNREACHABLE
 from agenticrun_operator.observed import (
+    Incarnation,
     LabelledPod,
     Observed,
     Pod,
     Problem,
     Unreachable,
+    head_name,
     problem_of_warnings,
     read_labelled_pod,
     resolve_pod,
+    with_head,
 )
 from agenticrun_operator.planning.times import backoff_seconds, parse_time
 from agenticrun_operator.resources import (
@@ -36,6 +39,7 @@ from agenticrun_operator.resources import (
     OperatorKey,
     code_config_map,
     controller_uid,
+    is_own,
     key_id_of,
     mounted_names,
     secret_of,
@@ -85,8 +89,10 @@ class _ResolvedPods:
 
     owner: tuple[object, bool]
     """Of which state of the RayCluster."""
+    head: tuple[str | None, str | None]
+    """The names by which the head was chosen."""
     labelled: tuple[LabelledPod, ...]
-    by_labelled: dict[LabelledPod, Pod]
+    by_labelled: dict[LabelledPod, Pod | None]
     pods: tuple[Pod, ...]
 
 
@@ -182,24 +188,32 @@ class Observer:
         cluster: Manifest | None,
         cluster_known: bool,
     ) -> tuple[Pod, ...]:
-        """Return the pods that a RayCluster of the run's name controls.
+        """Return the pods of RayClusters of the run's name, with the head marked.
 
         A pod that is the same as at the last look is not resolved again: a look after an event of
         one of a thousand pods costs as much as after one of ten.
         """
-        owner = cluster and (cluster["metadata"]["uid"], controller_uid(cluster))
+        owner = cluster and (
+            cluster["metadata"]["uid"],
+            controller_uid(cluster),
+            is_own(run, cluster),
+        )
+        job = run.status.job if cluster is None else None
+        submitted_to = Incarnation.parse(job.incarnation) if job else None
+        head = (head_name(cluster), submitted_to.pod_uid if submitted_to else None)
         before = self._pods.get(run.metadata.uid)
         if before is None or before.owner != (owner, cluster_known):
-            before = _ResolvedPods((owner, cluster_known), (), {}, ())
-        if before.labelled is labelled:
+            before = _ResolvedPods((owner, cluster_known), head, (), {}, ())
+        if before.labelled is labelled and before.head == head:
             return before.pods
         found = {
-            item: before.by_labelled.get(item) or resolve_pod(item, cluster, cluster_known)
+            item: before.by_labelled[item]
+            if item in before.by_labelled
+            else resolve_pod(item, run, cluster, cluster_known)
             for item in labelled
-            if item.cluster[0] == run.metadata.name
         }
-        pods = tuple(found.values())
-        self._pods[run.metadata.uid] = _ResolvedPods(before.owner, labelled, found, pods)
+        pods = tuple(with_head([pod for pod in found.values() if pod], *head))
+        self._pods[run.metadata.uid] = _ResolvedPods(before.owner, head, labelled, found, pods)
         return pods
 
     async def _read_cluster(

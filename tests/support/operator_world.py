@@ -313,7 +313,8 @@ class World:
         if cluster is None:
             return
         failure = {"type": "ReplicaFailure", "status": "True", "message": self.pods_denied}
-        cluster["status"] = {"conditions": [failure] if self.pods_denied else []}
+        status = cluster.get("status", {})
+        cluster["status"] = status | {"conditions": [failure] if self.pods_denied else []}
         if self.pods_denied:
             return
         # KubeRay selects by labels, and counts pods that are being deleted.
@@ -350,6 +351,17 @@ class World:
             known = self._tokens_of(pod)
             joined = known and any(known == self._tokens_of(head) for head in heads[:1])
             self._set_ready(pod, bool(ready and joined))
+        self.name_the_head()
+
+    def name_the_head(self) -> None:
+        """KubeRay: write the head pod into the status of the RayCluster."""
+        cluster = self.objects["RayCluster", NAME]
+        heads = [pod for pod in self.pods(Role.DRIVER) if self._belongs_to(pod, cluster)]
+        named = {
+            "podName": heads[0]["metadata"]["name"] if heads else "",
+            "podIP": heads[0]["status"].get("podIP", "") if heads else "",
+        }
+        cluster["status"] = cluster.get("status", {}) | {"head": named}
 
     def _start_container(self, pod: Manifest) -> None:
         """The kubelet: start Ray with the tokens in the Secret, if it has not started."""

@@ -23,6 +23,7 @@ from agenticrun_operator.resources.metadata import (
     controller,
     controller_uid,
     is_deleting,
+    is_own,
 )
 from agenticrun_operator.resources.raycluster import (
     images_in,
@@ -56,6 +57,7 @@ __all__ = [
     "desired_children",
     "images_in",
     "is_deleting",
+    "is_own",
     "is_retained",
     "key_id_of",
     "made_by",

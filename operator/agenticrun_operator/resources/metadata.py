@@ -50,6 +50,19 @@ def controller_uid(manifest: Manifest) -> str | None:
     return controller(manifest).get("uid")
 
 
+def is_own(run: AgenticRun, manifest: Manifest) -> bool:
+    """Return True if the object is the run's own, also if someone has removed its owner.
+
+    Without an owner, the label of the run shows it, or its uid in the run's status.
+    """
+    metadata = manifest["metadata"]
+    if owner := controller(manifest):
+        return bool(owner.get("uid") == run.metadata.uid)
+    cluster = run.status.ray_cluster
+    labelled = (metadata.get("labels") or {}).get(LABEL_RUN_UID) == run.metadata.uid
+    return labelled or bool(cluster and cluster.uid and cluster.uid == metadata.get("uid"))
+
+
 def is_deleting(manifest: Manifest) -> bool:
     """Return True if the object is being deleted."""
     return "deletionTimestamp" in manifest["metadata"]

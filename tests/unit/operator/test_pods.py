@@ -240,3 +240,46 @@ def test_the_newest_warning_says_what_a_pod_waits_for() -> None:
     assert problem_of_warnings([network, placed, mount]) == Problem(
         Reason.PODS_PENDING, "cannot start its containers: no address is left"
     )
+
+
+@pytest.mark.parametrize(
+    ("status", "disruption"),
+    [
+        ({"reason": "Evicted", "message": "The node was low on resource: memory. "}, "Evicted"),
+        ({"reason": "Preempting", "message": "Preempted in order to admit critical pod"}, None),
+        ({"reason": "Terminated", "message": "imminent node shutdown"}, None),
+        ({"reason": "NodeShutdown"}, None),
+        ({"reason": "NodeAffinity"}, None),
+        ({"reason": "DeadlineExceeded"}, ""),
+        ({"reason": "Evicted", "message": 'Usage of EmptyDir volume "w" exceeds the limit'}, ""),
+        (
+            {"reason": "Evicted", "message": "Container ray exceeded its local ephemeral storage"},
+            "",
+        ),
+        ({}, ""),
+    ],
+)
+def test_a_pod_that_its_node_has_ended_is_disrupted(
+    status: Manifest, disruption: str | None
+) -> None:
+    """What uses more than its own limits would be evicted again."""
+    manifest = pod()
+    manifest["status"] |= {"phase": "Failed", **status}
+    expected = status["reason"] if disruption is None else disruption
+    assert read_pod(manifest).disruption == expected
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "PreemptionByScheduler",
+        "DeletionByTaintManager",
+        "EvictionByEvictionAPI",
+        "DeletionByPodGC",
+        "TerminationByKubelet",
+    ],
+)
+def test_a_pod_that_kubernetes_is_about_to_end_is_disrupted(reason: str) -> None:
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": reason}
+    assert read_pod(pod(conditions=[condition])).disruption == reason
+    assert read_pod(pod(conditions=[condition | {"status": "False"}])).disruption == ""
