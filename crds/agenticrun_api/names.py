@@ -76,6 +76,8 @@ ENV_ATTEMPT = "AGENTICRUN_ATTEMPT"
 ENV_SUBMISSION_ID = "AGENTICRUN_SUBMISSION_ID"
 ENV_CODE = "AGENTICRUN_CODE"
 """spec.code as JSON, for `FETCH_COMMAND` and `INSTALL_COMMAND`."""
+ENV_RAY_TOKEN = "RAY_AUTH_TOKEN"
+"""Ray's token. KubeRay sets it in all Ray containers, the operator in the reporter."""
 ENV_REPLICAS = "AGENTICRUN_REPLICAS"
 """Replicas of roles that may have changed since the run was mounted, as JSON: {"env": 2}."""
 RAY_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "MALLOC_ARENA_MAX": "2"}
@@ -86,6 +88,8 @@ DRIVER_COMMAND = "python -m agenticrun_workers.driver"
 FETCH_COMMAND = ("python", "-m", "agenticrun_workers.code.git")
 INSTALL_COMMAND = ("python", "-m", "agenticrun_workers.code.packages")
 REPORTER_COMMAND = ("python", "-m", "agenticrun_workers.reporting.sidecar")
+LEAVE_COMMAND = ("python", "-m", "agenticrun_workers.reporting.leave")
+"""preStop hook of head and trainer pods; its argument is the number of seconds that it may take."""
 
 
 class ExitCode(IntEnum):

@@ -34,6 +34,8 @@ MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
 }
 """By the name of a list, the field that identifies its items, as in Kubernetes' API."""
+_HANDLERS = frozenset({"exec", "grpc", "httpGet", "sleep", "tcpSocket"})
+"""Fields of probes and lifecycle hooks that exclude each other: the overlay's replaces ours."""
 _REPLACED = frozenset({"volumes", "env"})
 """Lists of items that have one of several sources: an item replaces the one of the same key."""
 
@@ -47,6 +49,8 @@ def merged(base: Any, overlay: Any, field: str = "") -> Any:
         field: the name of the field that has these values.
     """
     if isinstance(base, dict) and isinstance(overlay, dict):
+        if _HANDLERS & overlay.keys():
+            base = {key: base[key] for key in base if key not in _HANDLERS - overlay.keys()}
         both = {
             key: merged(base[key], value, key) if key in base else value
             for key, value in overlay.items()

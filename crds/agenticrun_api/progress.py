@@ -142,11 +142,33 @@ class LiveConfig(Model):
         return pipeline.model_copy(update={name: getattr(self, name) for name in LIVE_FIELDS})
 
 
+PodName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$", max_length=253)
+]
+
+
+class Leaving(Model):
+    """Tells the reporter that a pod of the run is being removed (`reporting/leave.py`)."""
+
+    pod: PodName
+
+
+class LeaveAnswer(Model):
+    """The reporter's answer to a pod that is being removed."""
+
+    driver_runs: bool
+    """True: a driver runs that can still save."""
+    report_unread: bool
+    """True: the attempt has made its final report, and the operator has not read it yet."""
+
+
 class Commands(Model):
     """The reporter's answer to a snapshot: the requests that it has received since it started."""
 
     stop: bool = False
     """Save a checkpoint, send the final report and exit with ExitCode.STOPPED."""
+    leaving_pod: PodName | None = None
+    """The pod that is being removed, if that is why `stop` is true."""
     checkpoint: int = 0
     """Number of checkpoints requested so far; an increase requests one now."""
     config: LiveConfig | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal, Self
 
@@ -13,12 +14,23 @@ from agenticrun_api.names import CHECKPOINT_DIR, CODE_DIR, PACKAGES_DIR, Role
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
 from agenticrun_api.roles import (
     ELASTIC,
+    SAVES,
     Annotations,
     Labels,
     Roles,
     WorkerRole,
     reserved_labels,
 )
+
+SHORT_GRACE_SECONDS = 30
+"""Termination grace period of pods that save nothing. Kubernetes' own default."""
+SAVE_GRACE_SECONDS = 300
+"""That of pods that save a model of unknown size."""
+MAX_GRACE_SECONDS = 1800
+STEP_SECONDS = 60
+"""Part of the grace period that is for the end of the step in progress."""
+SAVED_BYTES_PER_SECOND = 100_000_000
+"""A slow network file system."""
 
 RAY_VERSION = "2.60.0"
 """The Ray version in this release's worker image."""
@@ -54,6 +66,20 @@ class InitializeModel(Model):
         list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=4096)
     ] = []
     """Words of the vocabulary, in addition to those that the run's environments declare."""
+
+    @property
+    def max_parameters(self) -> int:
+        """Return a number of parameters that the model does not exceed."""
+        layer = self.hidden_size * (4 * self.hidden_size + 3 * self.intermediate_size + 4)
+        return MAX_WORDS * self.hidden_size + self.layers * layer
+
+
+MAX_WORDS = 16_384
+"""More words than the tokenizer of an initialized model has. The environments declare them."""
+TRAINED_BYTES = 12
+"""Bytes of a trained parameter in a checkpoint: AdamW's two moments, and the weight."""
+FROZEN_BYTES = 4
+"""Bytes of a parameter of the reference policy in a checkpoint."""
 
 
 class HuggingFace(Model):
@@ -428,8 +454,8 @@ class FailurePolicy(Model):
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """Number of restarts in a row that get the run no further. After one more failure, the run
-    fails. A failure after a new step starts the count again, and an orderly stop (the eviction of
-    the head pod, for example) does not count."""
+    fails. A failure after a new step starts the count again. An orderly stop does not count: a
+    drain, an eviction or a preemption of the head or a trainer pod, for example."""
     backoff_seconds: Annotated[int, Field(ge=0, le=3600)] = 10
     """Wait before a restart. It doubles with each failure that counts, up to 10 minutes."""
     startup_deadline_seconds: Annotated[int, Field(ge=10, le=604_800)] = 3600
@@ -758,6 +784,32 @@ class AgenticRunSpec(Model):
         return (roles.trainer.replicas > 1 and roles.trainer.gpus > 0) or any(
             role is not None and role.gpus > 0 for role in beside
         )
+
+    @property
+    def max_checkpoint_bytes(self) -> int | None:
+        """Return a size that no checkpoint exceeds; None if the size of the model is not known."""
+        if self.model.initialize is None:
+            return None
+        trained = 2 if self.pipeline.critic else 1
+        frozen = FROZEN_BYTES if self.pipeline.uses_reference else 0
+        return self.model.initialize.max_parameters * (TRAINED_BYTES * trained + frozen)
+
+    def grace_seconds(self, role: Role) -> int:
+        """Return the termination grace period of a role's pods, in seconds.
+
+        A pod that saves keeps running for this long after it was evicted or deleted, so that the
+        driver can end its step and save a checkpoint. `reporting/leave.py` returns as soon as the
+        driver has done so: a long period delays only the end of a driver that is frozen.
+        """
+        given = self.roles.of(role).given_grace_seconds
+        if given is not None:
+            return given
+        if role not in SAVES or not (self.storage or self.gets_default_claim):
+            return SHORT_GRACE_SECONDS
+        size = self.max_checkpoint_bytes
+        if size is None:
+            return SAVE_GRACE_SECONDS
+        return min(STEP_SECONDS + math.ceil(size / SAVED_BYTES_PER_SECOND), MAX_GRACE_SECONDS)
 
     @property
     def engine_role(self) -> Role:

@@ -118,6 +118,7 @@ class Reason(StrEnum):
     DRIVER_LOST = "DriverLost"
     CLUSTER_LOST = "ClusterLost"
     STOPPED = "Stopped"
+    DISRUPTED = "Disrupted"
     RESCALING = "Rescaling"
     NOT_RESCALED = "NotRescaled"
     SCALED = "Scaled"

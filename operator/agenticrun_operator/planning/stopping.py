@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from agenticrun_api import Activity, ConditionType, Progress
+from agenticrun_api import Activity, ConditionType, Progress, Role
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.plan import Configure, JobAction, RequestStop
@@ -85,7 +85,7 @@ def is_out_of_time(
             return False
         return (draft.now - max(trouble.since, since)).total_seconds() >= UNREACHABLE_SECONDS
     waited = (draft.now - asked).total_seconds()
-    grace = draft.run.spec.roles.driver.termination_grace_period_seconds
+    grace = draft.run.spec.grace_seconds(Role.DRIVER)
     if progress is None:
         return waited > grace and _seconds_unknown(draft) >= UNREACHABLE_SECONDS
     step = progress.seconds_per_step or 0.0

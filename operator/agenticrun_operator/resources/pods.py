@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import (
+    ENV_RAY_TOKEN,
     HUB_CACHE_DIR,
     LABEL_SAVES,
+    LEAVE_COMMAND,
     RAY_CONTAINER,
     RAY_ENV,
     REPORTER_COMMAND,
@@ -20,10 +22,13 @@ from agenticrun_operator.resources.code import code_containers, init_volumes
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, run_labels
 from agenticrun_operator.resources.placement import placement
+from agenticrun_operator.resources.tokens import RAY_TOKEN_KEY
 from agenticrun_operator.resources.volumes import pod_volumes
 
 JOB_STOP_WAIT_SECONDS = 30
 """Time a stopped driver has to save before Ray kills it. Ray's default is 3."""
+RAY_STOP_SECONDS = 2
+"""Part of a pod's grace period that its preStop hook leaves for the end of Ray."""
 RAY_AGENT_PORT = 52365
 HUB_TOKEN = "HF_TOKEN"
 """Key of the Secret with the token for the Hugging Face Hub, and the variable with it."""
@@ -72,7 +77,7 @@ def head_pod(run: AgenticRun, context: PodContext, ports: dict[str, int]) -> Man
             "imagePullPolicy": run.spec.image_pull_policy,
             "restartPolicy": "Always",
             "command": list(REPORTER_COMMAND),
-            "env": settings.env,
+            "env": [*settings.env, _ray_token(context.tokens)],
             "readinessProbe": {
                 "httpGet": {"path": "/healthz", "port": REPORTER_PORT},
                 "periodSeconds": 1,
@@ -88,6 +93,15 @@ def head_pod(run: AgenticRun, context: PodContext, ports: dict[str, int]) -> Man
         }
     )
     return _template(run, Role.DRIVER, pod)
+
+
+def _ray_token(tokens: str) -> Manifest:
+    """Return the variable with Ray's token, as KubeRay sets it in all Ray containers.
+
+    Trainer pods have no other token to tell the reporter that they are being removed.
+    """
+    reference = {"name": tokens, "key": RAY_TOKEN_KEY}
+    return {"name": ENV_RAY_TOKEN, "valueFrom": {"secretKeyRef": reference}}
 
 
 def worker_pod(run: AgenticRun, role: Role, context: PodContext) -> Manifest:
@@ -125,7 +139,7 @@ def _pod(run: AgenticRun, role: Role, context: PodContext, ports: dict[str, int]
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": settings.termination_grace_period_seconds,
+        "terminationGracePeriodSeconds": run.spec.grace_seconds(role),
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": POD_USER,
@@ -152,11 +166,22 @@ def _pod(run: AgenticRun, role: Role, context: PodContext, ports: dict[str, int]
                 "resources": _resources(run, role),
                 "securityContext": RESTRICTED,
                 "volumeMounts": [*(item.mount for item in volumes), *settings.volume_mounts],
+                **({"lifecycle": {"preStop": _leave(run, role)}} if role in SAVES else {}),
                 **({"envFrom": settings.env_from} if settings.env_from else {}),
             }
         ],
         "volumes": [*(item.volume for item in volumes), *private, *settings.volumes],
     }
+
+
+def _leave(run: AgenticRun, role: Role) -> Manifest:
+    """Return the preStop hook of a pod that training cannot lose.
+
+    SIGTERM goes to `ray start` alone, which ends the driver unsaved. It comes after the hook, in
+    which the driver saves.
+    """
+    seconds = max(run.spec.grace_seconds(role) - RAY_STOP_SECONDS, 1)
+    return {"exec": {"command": [*LEAVE_COMMAND, str(seconds)]}}
 
 
 def _init_container(run: AgenticRun, role: Role, image: str) -> Manifest:

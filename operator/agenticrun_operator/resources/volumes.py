@@ -14,7 +14,7 @@ from agenticrun_api.names import (
     WORK_DIR,
 )
 from agenticrun_api.roles import SAVES
-from agenticrun_api.spec import Checkpoint, InitializeModel, VolumeClaim
+from agenticrun_api.spec import Checkpoint, VolumeClaim
 from agenticrun_operator.resources.code import code_volumes
 from agenticrun_operator.resources.metadata import Manifest
 from agenticrun_operator.resources.tokens import REPORTER_TOKEN_KEY
@@ -53,27 +53,21 @@ def storage_of(run: AgenticRun) -> Checkpoint | None:
 
 def _default_storage(run: AgenticRun) -> Checkpoint | None:
     """Return the storage with the claim that a run gets if it names none; None if it gets none."""
-    model = run.spec.model.initialize
-    if model is None or not run.spec.gets_default_claim:
+    size = run.spec.max_checkpoint_bytes
+    if size is None or not run.spec.gets_default_claim:
         return None
     storage = run.spec.storage or Checkpoint()
-    claim = VolumeClaim(size=_default_size(run, model, storage.keep))
+    claim = VolumeClaim(size=_default_size(size, storage.keep))
     return storage.model_copy(update={"volume_claim": claim})
 
 
-MAX_WORDS = 16_384
-"""More words than the tokenizer of an initialized model has. The environments declare them."""
-TRAINED_BYTES = 12
-"""Bytes of a trained parameter: AdamW's two moments, and the weight."""
+def _default_size(checkpoint: int, keep: int) -> str:
+    """Return the size of a claim: the checkpoints to keep, the one being written, and metrics.
 
-
-def _default_size(run: AgenticRun, model: InitializeModel, keep: int) -> str:
-    """Return the size of a claim: the checkpoints to keep, the one being written, and metrics."""
-    layer = model.hidden_size * (4 * model.hidden_size + 3 * model.intermediate_size + 4)
-    parameters = MAX_WORDS * model.hidden_size + model.layers * layer
-    trained = 2 if run.spec.pipeline.critic else 1
-    frozen = 4 if run.spec.pipeline.uses_reference else 0
-    checkpoint = parameters * (TRAINED_BYTES * trained + frozen)
+    Args:
+        checkpoint: the size of one, in bytes.
+        keep: the number of checkpoints to keep.
+    """
     return f"{1 + math.ceil((keep + 1) * checkpoint / 2**30)}Gi"
 
 

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import ray
 
-from agenticrun_api import AgenticRun, FinalReport, Outcome, parse_run
+from agenticrun_api import (
+    Activity,
+    AgenticRun,
+    Commands,
+    FinalReport,
+    Outcome,
+    Reason,
+    parse_run,
+)
 from agenticrun_workers.driver.checkpoints import CheckpointStore
 from agenticrun_workers.envs import FrozenLake, StepResult
 from agenticrun_workers.inference import UnusableModel
@@ -85,16 +93,23 @@ async def test_a_run_trains_validates_saves_and_says_so(tmp_path: Path) -> None:
     assert newest.step == 3
 
 
-async def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+async def test_a_run_that_loses_a_pod_in_mid_rollout_resumes_without_losing_a_step(
+    tmp_path: Path,
+) -> None:
     whole = InProcessAttempt(tiny_run(maxSteps=4), tmp_path / "whole")
     await execute(whole)
     stopped = TinyAttempt(tiny_run(maxSteps=4), tmp_path / "parts")
     running = asyncio.create_task(execute(stopped))
-    while stopped.sink.step < 2 and not running.done():
+    while not running.done() and not (
+        stopped.sink.step >= 2 and stopped.sink.snapshots[-1].activity is Activity.ROLLOUT
+    ):
         await asyncio.sleep(0.01)
-    stopped.requests.stop.set()
+    stopped.requests.apply(Commands(stop=True, leaving_pod="tiny-trainer-0"))
     report = await running
-    assert report.outcome is Outcome.STOPPED, report.message
+    assert (report.outcome, report.reason) == (Outcome.STOPPED, Reason.DISRUPTED), report.message
+    last = stopped.sink.snapshots[-1]
+    assert last.checkpoint is not None
+    assert last.checkpoint.step == last.step
     resumed = TinyAttempt(tiny_run(maxSteps=4), tmp_path / "parts", attempt=2)
     assert (await execute(resumed)).outcome is Outcome.SUCCEEDED
     assert sorted(resumed.training_steps()) == [1, 2, 3, 4]

@@ -474,6 +474,66 @@ async def test_a_stop_request_saves_and_leaves(tmp_path: Path) -> None:
     assert Activity.STOPPING in {snapshot.activity for snapshot in run.sink.snapshots}
 
 
+LEAVE = Commands(stop=True, leaving_pod="lake-trainer-0")
+
+
+@pytest.mark.parametrize(
+    ("activity", "step", "saved"),
+    [
+        (Activity.WARMUP, 0, None),
+        (Activity.VALIDATION, 0, 0),
+        (Activity.ROLLOUT, 0, 0),
+        (Activity.TRAINING, 0, 1),
+        (Activity.ROLLOUT, 1, 1),
+        (Activity.VALIDATION, 2, 2),
+        (Activity.TRAINING, 2, 3),
+    ],
+)
+async def test_when_a_pod_is_removed_every_completed_step_is_saved(
+    activity: Activity, step: int, saved: int | None, tmp_path: Path
+) -> None:
+    """Only a training step is ended first: everything else is abandoned or not begun."""
+    run = Run(tmp_path, maxSteps=4, warmup={"steps": 1})
+    update = run.sink.update
+    before: list[str] = []
+
+    def leave_then(progress: Progress) -> None:
+        begins = not run.sink.snapshots or run.sink.snapshots[-1].activity is not progress.activity
+        update(progress)
+        if begins and (progress.activity, progress.step) == (activity, step):
+            run.requests.apply(LEAVE)
+            before.extend(run.events)
+
+    run.sink.update = leave_then  # type: ignore[method-assign]
+    with pytest.raises(StopRequested) as stopped:
+        await asyncio.wait_for(run.loop.run(), 60)
+    assert stopped.value.leaving_pod == "lake-trainer-0"
+    found = run.store.newest()
+    assert (found and found.step) == saved
+    ended = [f"train version {step + 1}"] if activity is Activity.TRAINING else []
+    kept = [] if saved is None else [f"save step-{saved}"]
+    after = [event for event in run.events[len(before) :] if not event.startswith("play")]
+    assert after == [*ended, *kept]
+
+
+async def test_a_run_that_was_disrupted_continues_with_the_next_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, evalSteps=0)
+    run.backend.hold(2)
+    running = asyncio.create_task(run.loop.run())
+    await eventually_in_loop(lambda: "train version 1" in run.events, 60, "a step is done")
+    run.requests.apply(LEAVE)
+    with pytest.raises(StopRequested):
+        await asyncio.wait_for(running, 60)
+    saved = run.store.newest()
+    assert saved is not None
+    resumed = Run(tmp_path, evalSteps=0, resume=saved.driver_state(), restarted=True)
+    await resumed.loop.run()
+    assert [event for event in resumed.events if event.startswith("train")] == [
+        "train version 2",
+        "train version 3",
+    ]
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 async def test_a_stop_loses_no_group(staleness: int, tmp_path: Path) -> None:
     """Also where the next batch was ready before the stop."""

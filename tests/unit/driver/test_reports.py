@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agenticrun_api import InvalidRun, Outcome
+from agenticrun_api import InvalidRun, Outcome, Reason
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.driver.attempt import exit_code, report_of
 from agenticrun_workers.driver.progress import StopRequested
@@ -38,6 +38,17 @@ def test_a_stop_is_no_failure() -> None:
     report = report_of(StopRequested(), step=12)
     assert (report.outcome, report.retryable) == (Outcome.STOPPED, True)
     assert "12 steps" in report.message
+    assert exit_code(report) == ExitCode.STOPPED
+
+
+def test_a_pod_that_is_removed_is_named_and_no_failure() -> None:
+    report = report_of(StopRequested("lake-head-x"), step=12)
+    assert (report.outcome, report.reason, report.retryable) == (
+        Outcome.STOPPED,
+        Reason.DISRUPTED,
+        True,
+    )
+    assert report.message == "pod lake-head-x is being removed: the driver stopped after 12 steps"
     assert exit_code(report) == ExitCode.STOPPED
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from agenticrun_api import Commands
 from agenticrun_workers.driver.progress import Requests, StopRequested
 
 
@@ -47,6 +48,29 @@ async def test_work_under_way_is_cancelled() -> None:
         await requests.unless_stopped(work())
     assert ended
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_stop_comes_before_a_failure_so_that_the_state_is_saved() -> None:
+    requests = Requests()
+    failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        requests.apply(Commands(stop=True, leaving_pod="lake-trainer-0"))
+        failure.set_exception(RuntimeError("engines on the same node died"))
+        await asyncio.sleep(1000)
+
+    with pytest.raises(StopRequested) as stopped:
+        await requests.unless_stopped(work(), [failure])
+    assert stopped.value.leaving_pod == "lake-trainer-0"
+
+
+def test_the_first_cause_of_a_stop_stays() -> None:
+    requests = Requests()
+    requests.apply(Commands(stop=True))
+    requests.apply(Commands(stop=True, leaving_pod="lake-head"))
+    with pytest.raises(StopRequested) as stopped:
+        requests.check_stop()
+    assert stopped.value.leaving_pod is None
 
 
 def test_a_checkpoint_is_asked_for_once() -> None:

@@ -249,7 +249,7 @@ async def test_a_driver_that_does_not_stop_at_the_deadline_is_stopped() -> None:
     operator = a_run(("spec.activeDeadlineSeconds", 100), ("spec.cleanup", {"onFailure": "Keep"}))
     world = operator.world
     await training(operator)
-    await pass_time(operator, 200)
+    await pass_time(operator, 230)
     assert phase(world) is Phase.FAILED
     assert [job.status for job in world.jobs] == ["STOPPED"]
     assert ("RayCluster", NAME) in world.objects

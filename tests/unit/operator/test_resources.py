@@ -299,6 +299,63 @@ def test_the_reporter_is_a_native_sidecar_that_shares_the_drivers_work_folder(
     assert mounts(reporter).items() <= mounts(pod["containers"][0]).items()
 
 
+def test_head_and_savers_let_the_driver_save_before_they_go_and_others_go_at_once(
+    cluster: Manifest,
+) -> None:
+    for role in Role:
+        pod = pod_of(cluster, role)
+        saves = role in (Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC)
+        assert pod["terminationGracePeriodSeconds"] == (61 if saves else 30)
+        hook = pod["containers"][0].get("lifecycle")
+        command = ["python", "-m", "agenticrun_workers.reporting.leave", "59"]
+        assert hook == ({"preStop": {"exec": {"command": command}}} if saves else None)
+    (reporter,) = pod_of(cluster, Role.DRIVER)["initContainers"]
+    assert reporter["env"] == [
+        {
+            "name": "RAY_AUTH_TOKEN",
+            "valueFrom": {"secretKeyRef": {"name": TOKENS, "key": "auth_token"}},
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "grace"),
+    [
+        ((), 61),
+        ((("spec.model", {"initialize": {"hiddenSize": 1024, "layers": 24}}),), 77),
+        ((("spec.model", {"initialize": {"hiddenSize": 8192, "layers": 128}}),), 1800),
+        ((("spec.checkpoint", {"none": True}),), 30),
+        ((("spec.model", {"path": "Qwen/Qwen3-8B"}), ("spec.checkpoint.uri", "s3://b/runs")), 300),
+    ],
+)
+def test_the_grace_period_is_enough_to_save_a_checkpoint(changes: Any, grace: int) -> None:
+    cluster = ray_cluster(a_run(*changes), WORKER, TOKENS)
+    for role, seconds in ((Role.DRIVER, grace), (Role.TRAINER, grace), (Role.ENV, 30)):
+        assert pod_of(cluster, role)["terminationGracePeriodSeconds"] == seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "overlay", "grace", "waits"),
+    [(5, {}, 5, "3"), (0, {}, 0, "1"), (5, {"terminationGracePeriodSeconds": 90}, 90, "88")],
+)
+def test_the_users_grace_period_wins_and_the_hook_ends_within_it(
+    given: int, overlay: dict[str, Any], grace: int, waits: str
+) -> None:
+    driver = {"terminationGracePeriodSeconds": given, "podTemplate": {"spec": overlay}}
+    pod = pod_of(ray_cluster(a_run(("spec.roles.driver", driver)), WORKER, TOKENS), Role.DRIVER)
+    assert pod["terminationGracePeriodSeconds"] == grace
+    assert pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] == waits
+
+
+@pytest.mark.parametrize("handler", [{"exec": {"command": ["my-hook"]}}, {"sleep": {"seconds": 5}}])
+def test_the_users_hook_replaces_ours(handler: dict[str, Any]) -> None:
+    hook = {"preStop": handler}
+    overlay = {"spec": {"containers": [{"name": "ray", "lifecycle": hook}]}}
+    run = a_run(("spec.roles.trainer", {"podTemplate": overlay}))
+    pod = pod_of(ray_cluster(run, WORKER, TOKENS), Role.TRAINER)
+    assert pod["containers"][0]["lifecycle"] == hook
+
+
 def test_every_pod_meets_the_restricted_standard_and_holds_no_credentials(
     cluster: Manifest,
 ) -> None:

@@ -16,8 +16,8 @@ from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Manifest, OperatorKey, WorkerImages, images_in
 from operator_world import NAME, Gpus, Operator, World, condition, happened, training
 
-GRACE_SECONDS = 30
-"""roles.driver.terminationGracePeriodSeconds, by default."""
+GRACE_SECONDS = 61
+"""roles.driver.terminationGracePeriodSeconds, by default: a step, and a save of a tiny model."""
 SUSPEND, RESUME = ("suspend", True), ("suspend", False)
 
 
@@ -219,7 +219,7 @@ async def test_a_driver_in_a_long_step_gets_the_time_to_end_it() -> None:
     await pass_time(operator, 600 + GRACE_SECONDS - 30, 10)
     assert suspended(world) == SUSPENDING
     assert len(world.live_jobs()) == 1
-    await pass_time(operator, 60, 10)
+    await pass_time(operator, 90, 10)
     assert suspended(world) == SUSPENDED
 
 
@@ -464,7 +464,7 @@ async def test_the_deadline_does_not_run_while_the_run_is_suspended() -> None:
     world.drive(1)
     await pass_time(operator, 80)
     assert world.status.phase is Phase.RUNNING
-    await pass_time(operator, 80)
+    await pass_time(operator, 50 + GRACE_SECONDS)
     assert condition(world, ConditionType.FAILED).reason == "DeadlineExceeded"
 
 
@@ -531,7 +531,7 @@ async def test_a_suspended_run_neither_stalls_nor_trains(kind: ConditionType) ->
     await operator.settle(2)
     assert condition(world, kind).status != "False"
     world.change_run(SUSPEND)
-    await pass_time(operator, 60)
+    await pass_time(operator, GRACE_SECONDS + 30)
     assert suspended(world) == SUSPENDED
     assert (condition(world, kind).status, condition(world, kind).reason) == ("False", "Suspended")
 

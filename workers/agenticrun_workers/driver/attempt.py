@@ -224,6 +224,13 @@ def report_of(error: BaseException, step: int) -> FinalReport:
     Args:
         step: completed training steps.
     """
+    if isinstance(error, StopRequested) and error.leaving_pod:
+        return _report(
+            Outcome.STOPPED,
+            Reason.DISRUPTED,
+            f"pod {error.leaving_pod} is being removed: the driver stopped after {step} steps",
+            retryable=True,
+        )
     if isinstance(error, StopRequested):
         return _report(
             Outcome.STOPPED,

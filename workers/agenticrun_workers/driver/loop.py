@@ -297,6 +297,8 @@ class Loop:
             self._step
         )
         if self._synced is None or (due and self._synced != self._step):
+            # The time until a pod is removed is for the save, and its node's engines leave as well.
+            self._parts.requests.check_stop()
             with self._stopwatch.phase("sync"):
                 await self._trainers_compute()
                 handover = self._parts.devices.to_engines if self._parts.devices else None

@@ -188,7 +188,15 @@ T = TypeVar("T")
 
 
 class StopRequested(Exception):
-    """A stop was requested, and the loop has reached a place where the run can stop."""
+    """A stop was requested, and the loop has reached a place where the run can stop.
+
+    Args:
+        leaving_pod: the pod that is being removed, if that is the cause.
+    """
+
+    def __init__(self, leaving_pod: str | None = None) -> None:
+        super().__init__(leaving_pod)
+        self.leaving_pod = leaving_pod
 
 
 class Requests:
@@ -196,6 +204,8 @@ class Requests:
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
+        self._leaving_pod: str | None = None
+        """The pod that is being removed, if that is why `stop` is set."""
         self._checkpoints_seen: int | None = None
         self._checkpoint_wanted = False
         self.config: LiveConfig | None = None
@@ -209,7 +219,8 @@ class Requests:
         The first answer only sets the baseline: it counts the checkpoints requested of earlier
         attempts.
         """
-        if commands.stop:
+        if commands.stop and not self.stop.is_set():
+            self._leaving_pod = commands.leaving_pod
             self.stop.set()
         if self._checkpoints_seen is not None and commands.checkpoint > self._checkpoints_seen:
             self.ask_checkpoint()
@@ -230,7 +241,7 @@ class Requests:
     def check_stop(self) -> None:
         """Raise `StopRequested` if a stop was requested."""
         if self.stop.is_set():
-            raise StopRequested
+            raise StopRequested(self._leaving_pod)
 
     async def unless_stopped(
         self, work: Coroutine[Any, Any, T], failures: Sequence[asyncio.Future[None]] = ()
@@ -238,24 +249,25 @@ class Requests:
         """Wait for `work`, but cancel it when a stop is requested or one of `failures` fails.
 
         Finished work returns its result even when a stop was just requested: otherwise the
-        trajectories of a served batch would be lost.
+        trajectories of a served batch would be lost. A stop comes before a failure: when a node is
+        drained, engines die while a trainer pod still waits for the checkpoint.
 
         Raises:
             StopRequested: before `work` was done.
         """
         if self.stop.is_set():
             work.close()
-            raise StopRequested
+            self.check_stop()
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self.stop.wait())
         try:
             waiting: list[asyncio.Future[Any]] = [task, stop, *failures]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.check_stop()
             for failure in failures:
                 if failure.done():
                     failure.result()
-            if not task.done():
-                self.check_stop()
             return await task
         finally:
             for pending in (task, stop):

@@ -1,14 +1,16 @@
 """The reporter: a small HTTP server in the head pod that outlives the driver and its attempts.
 
 The driver posts snapshots to it on localhost; each answer holds the pending commands. The operator
-reads the snapshots, requests a stop or a checkpoint, and sends changed settings. Every path but the
-probe needs the reporter's token.
+reads the snapshots, requests a stop or a checkpoint, and sends changed settings. A head or trainer
+pod that is being removed requests a stop, too (`leave`). Every path but the probe needs the
+reporter's token; `/leave` takes Ray's token, which all Ray containers of the run have.
 
 Run it with `python -m agenticrun_workers.reporting.sidecar`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import os
@@ -21,11 +23,21 @@ from pydantic import ValidationError
 
 from agenticrun_api import Commands, LiveConfig, Progress
 from agenticrun_api.base import Model
-from agenticrun_api.names import REPORTER_PORT, REPORTER_TOKEN_FILE, TOKEN_HEADER, WORK_DIR
-from agenticrun_api.progress import MAX_PROGRESS_BYTES
+from agenticrun_api.names import (
+    ENV_RAY_TOKEN,
+    REPORTER_PORT,
+    REPORTER_TOKEN_FILE,
+    TOKEN_HEADER,
+    WORK_DIR,
+)
+from agenticrun_api.progress import MAX_PROGRESS_BYTES, LeaveAnswer, Leaving
 
 log = logging.getLogger(__name__)
 
+LOST_SECONDS = 3.0
+"""A driver without a connection is dead after this time. It posts every second."""
+FROZEN_SECONDS = 60.0
+"""A driver with a connection that posts nothing for this long is frozen, and saves nothing."""
 STATE_FILE = Path(WORK_DIR) / "reporter" / "state.json"
 
 
@@ -33,9 +45,14 @@ class Reporter:
     """HTTP handlers on one `ReporterState`."""
 
     def __init__(
-        self, token: str, file: StateFile, clock: Callable[[], float] = time.monotonic
+        self,
+        token: str,
+        file: StateFile,
+        clock: Callable[[], float] = time.monotonic,
+        ray_token: str = "",
     ) -> None:
         self._bearer = f"Bearer {token}".encode()
+        self._ray_bearer = f"Bearer {ray_token}".encode() if ray_token else self._bearer
         self._file = file
         self._state = file.read()
         self._writes = True
@@ -44,6 +61,10 @@ class Reporter:
         self._heard_at = self._news_at = clock()
         """When the driver last posted, and when that last brought news. The clock of this process
         decides: those of the driver's node and the operator's may differ."""
+        self._connection: asyncio.Transport | None = None
+        """The connection of the driver's last post. It closes when the driver's process ends."""
+        self._report_read = False
+        """True if the operator has read the newest snapshot, which may have a final report."""
 
     def app(self) -> web.Application:
         """Build the web application."""
@@ -55,6 +76,7 @@ class Reporter:
                 web.post("/progress", self._post_progress),
                 web.get("/metrics", self._metrics),
                 web.post("/stop", self._stop),
+                web.post("/leave", self._leave),
                 web.post("/checkpoint", self._checkpoint),
                 web.put("/config", self._put_config),
             ]
@@ -66,7 +88,8 @@ class Reporter:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         given = request.headers.get(TOKEN_HEADER, "").encode(errors="replace")
-        if request.path != "/healthz" and not hmac.compare_digest(given, self._bearer):
+        allowed = self._ray_bearer if request.path == "/leave" else self._bearer
+        if request.path != "/healthz" and not hmac.compare_digest(given, allowed):
             raise web.HTTPUnauthorized(text=f"{TOKEN_HEADER}: Bearer <token> is missing or wrong")
         return await handler(request)
 
@@ -78,6 +101,7 @@ class Reporter:
         if progress is None:
             return web.Response(status=204)
         now = self._clock()
+        self._report_read = True
         ages = {"silent_seconds": now - self._heard_at, "idle_seconds": now - self._news_at}
         return _json(progress.model_copy(update=ages))
 
@@ -91,8 +115,10 @@ class Reporter:
         newest = self._state.progress
         if newest is not None and newest.submission_id == progress.submission_id:
             self._heard_at = self._clock()
+            self._connection = request.transport
         if self._state is not before:
             self._news_at = self._clock()
+            self._report_read = False
         return _json(self._state.commands)
 
     async def _metrics(self, _: web.Request) -> web.Response:
@@ -104,6 +130,30 @@ class Reporter:
     async def _stop(self, _: web.Request) -> web.Response:
         self._become(self._state.asked_to_stop())
         return _json(self._state.commands)
+
+    async def _leave(self, request: web.Request) -> web.Response:
+        """Stop the driver because a pod is being removed. The pod asks again until it may go."""
+        try:
+            leaving = Leaving.model_validate_json(await request.read())
+        except ValidationError as error:
+            raise web.HTTPUnprocessableEntity(text=str(error)) from error
+        runs = self._driver_runs()
+        if runs:  # otherwise the request would end the next attempt
+            self._become(self._state.asked_to_stop(leaving.pod))
+        progress = self._state.progress
+        reported = progress is not None and progress.final is not None
+        return _json(
+            LeaveAnswer(driver_runs=runs, report_unread=reported and not self._report_read)
+        )
+
+    def _driver_runs(self) -> bool:
+        """Return True if a driver runs that can still save and report."""
+        progress = self._state.progress
+        if progress is None or progress.final is not None:
+            return False
+        silent = self._clock() - self._heard_at
+        connected = self._connection is None or not self._connection.is_closing()
+        return silent < (FROZEN_SECONDS if connected else LOST_SECONDS)
 
     async def _checkpoint(self, _: web.Request) -> web.Response:
         self._become(self._state.asked_for_checkpoint())
@@ -151,7 +201,8 @@ def main() -> None:
         raise SystemExit("the token file of the reporter is empty")
     file = StateFile(Path(os.environ.get("AGENTICRUN_REPORTER_STATE_FILE", STATE_FILE)))
     port = int(os.environ.get("AGENTICRUN_REPORTER_PORT", REPORTER_PORT))
-    web.run_app(Reporter(token, file).app(), port=port, access_log=None, print=None)
+    reporter = Reporter(token, file, ray_token=os.environ.get(ENV_RAY_TOKEN, ""))
+    web.run_app(reporter.app(), port=port, access_log=None, print=None)
 
 
 class ReporterState(Model):
@@ -173,12 +224,19 @@ class ReporterState(Model):
             return self.model_copy(update={"progress": progress})
         if held.run_uid == progress.run_uid and progress.attempt < held.attempt:
             return self
-        commands = self.commands.model_copy(update={"stop": False})
+        commands = self.commands.model_copy(update={"stop": False, "leaving_pod": None})
         return ReporterState(progress=progress, commands=commands)
 
-    def asked_to_stop(self) -> ReporterState:
-        """Return the state with the stop command set."""
-        return self.model_copy(update={"commands": self.commands.model_copy(update={"stop": True})})
+    def asked_to_stop(self, leaving_pod: str | None = None) -> ReporterState:
+        """Return the state with the stop command set. The first cause stays.
+
+        Args:
+            leaving_pod: the pod that is being removed, if that is the cause.
+        """
+        if self.commands.stop:
+            return self
+        stop = {"stop": True, "leaving_pod": leaving_pod}
+        return self.model_copy(update={"commands": self.commands.model_copy(update=stop)})
 
     def configured(self, config: LiveConfig) -> ReporterState:
         """Return the state with these settings, unless newer ones are known."""
