@@ -31,6 +31,14 @@ class RightMissing(Denied):
     """The operator's identity may not make such requests, as with the chart of an older release."""
 
 
+class TooLarge(ClusterError):
+    """The object is larger than the apiserver or etcd takes. No retry helps."""
+
+
+class WebhookUnavailable(ClusterError):
+    """An admission or conversion webhook failed or did not answer. It may answer later."""
+
+
 class NotServed(ClusterError):
     """The apiserver does not serve this kind: its CRD is not installed."""
 
@@ -45,6 +53,10 @@ class WatchExpired(ClusterError):
 
 class KubeUnavailable(ClusterError):
     """The apiserver did not answer, or its answer is unusable. A retry may help."""
+
+
+class Unanswered(KubeUnavailable):
+    """The apiserver has not answered in time. The request may still be carried out."""
 
 
 class WatchBroken(KubeUnavailable):

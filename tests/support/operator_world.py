@@ -45,6 +45,7 @@ from agenticrun_operator.cluster import (
     NotFound,
     NotServed,
 )
+from agenticrun_operator.cluster.kube import Propagation
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.reconciler import Reconciler
@@ -620,7 +621,13 @@ class World:
         return copied(changed)
 
     async def delete(
-        self, kind: str, namespace: str, name: str, uid: str, force: bool = False
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        uid: str,
+        force: bool = False,
+        propagation: Propagation = "Background",
     ) -> None:
         self._point(f"delete {kind}")
         if kind in self.delete_errors:

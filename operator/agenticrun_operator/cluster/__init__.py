@@ -16,8 +16,11 @@ from agenticrun_operator.errors import (
     NotServed,
     Refused,
     RightMissing,
+    TooLarge,
+    Unanswered,
     WatchBroken,
     WatchExpired,
+    WebhookUnavailable,
 )
 
 __all__ = [
@@ -40,7 +43,10 @@ __all__ = [
     "Refused",
     "RightMissing",
     "RunHead",
+    "TooLarge",
+    "Unanswered",
     "WatchBroken",
     "WatchExpired",
+    "WebhookUnavailable",
     "connect",
 ]

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 from kubernetes.aio import client, config
@@ -34,19 +34,27 @@ from agenticrun_operator.errors import (
     NotServed,
     Refused,
     RightMissing,
+    TooLarge,
+    Unanswered,
     WatchBroken,
     WatchExpired,
+    WebhookUnavailable,
 )
 from agenticrun_operator.metrics import API_REQUESTS, API_SECONDS
 from agenticrun_operator.resources import Event, Manifest
 
 FIELD_MANAGER = "agenticrun-operator"
 TIMEOUT_SECONDS = 5.0
-"""Limit of a request about one object. One on a connection that is frozen or half open, which shows
-no error, is repeated on another connection soon enough that the status is true within 10 s."""
-SLOW_SECONDS = 15.0
-"""Limit of a page of a list, and of other requests while the apiserver is slow: since one was not
-answered in `TIMEOUT_SECONDS`, and until one is."""
+"""Limit of the first try of a request that may be repeated. A connection that is frozen or half
+open shows no error, and the status is to be true within 10 s: so the request is sent again, on
+another connection, with the longer limit that a slow apiserver needs."""
+LIST_SECONDS = 15.0
+"""Limit of a page of a list, and of a second try to read."""
+ADMISSION_SECONDS = 35.0
+"""Limit of a write that admission webhooks may see, and of a second try of one that may be
+repeated. A webhook may take 30 s, and the apiserver ends a write after 34 s."""
+CONNECT_SECONDS = 5.0
+"""Limit for a new connection within any of these."""
 IDLE_SECONDS = 2.0
 """Unused connections are closed after this time: all idle ones may be dead since the last use, and
 a request that has timed out must not meet another dead one."""
@@ -65,7 +73,11 @@ PAGE = 500
 
 log = logging.getLogger(__name__)
 
-_APPLY = "application/apply-patch+yaml"
+_APPLY = "application/apply-patch+yaml; charset=utf-8"
+"""The official client serializes the body of the bare type itself, with escapes such as
+`\\ud83e\\udd17` that the apiserver's YAML reader refuses. With a parameter, it sends our bytes."""
+_NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+"""Characters that JSON may contain and YAML may not, or that end a line there."""
 _METADATA = "application/json;as=PartialObjectMetadata{};g=meta.k8s.io;v=v1"
 _WATCHED_WHOLE = frozenset({"Pod", "RayCluster"})
 """Kinds that are watched with all their fields; of other kinds, only the metadata is watched."""
@@ -80,6 +92,12 @@ _ROOTS = {
     "PersistentVolumeClaim": ("/api/v1", "persistentvolumeclaims"),
     "Event": ("/api/v1", "events"),
 }
+_REPEATED_READ = (TIMEOUT_SECONDS, LIST_SECONDS)
+_REPEATED_WRITE = (TIMEOUT_SECONDS, ADMISSION_SECONDS)
+"""Limits of the tries of a write whose repetition is safe: an uid or version guards it."""
+
+Propagation = Literal["Background", "Foreground"]
+"""Foreground: an object that is deleted stays until its dependents are gone."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +138,6 @@ class KubeClient:
         self._api = api
         self._namespaces = tuple(namespaces)
         self._told_of_old_crd = False
-        self._slow = False
-        """True if the latest request was not answered in `TIMEOUT_SECONDS`."""
 
     async def close(self) -> None:
         """Close the connection."""
@@ -135,7 +151,7 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         body: Any = None,
         headers: Mapping[str, str] | None = None,
-        timeout: float | None = None,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> Response:
         """Send one request and return the response with any status.
 
@@ -143,13 +159,19 @@ class KubeClient:
             method: GET, for example.
             path: the path of the API.
             query: the query of the URL.
-            body: sent as JSON.
+            body: sent as JSON, in UTF-8.
             headers: more headers.
-            timeout: the limit in seconds; None: that of a request about one object.
+            timeout: the limit in seconds.
 
         Raises:
-            KubeUnavailable: the apiserver did not answer.
+            Unanswered: the apiserver did not answer in time.
+            KubeUnavailable: the connection cannot be made, or broke.
         """
+        if body is not None:
+            content = utf8_json(body)
+            # The client serializes JSON bodies itself, and cleans no text.
+            as_bytes = (headers or {}).get("Content-Type") == _APPLY
+            body = content if as_bytes else json.loads(content)
         serialized = await self._api.param_serialize(
             method,
             path,
@@ -159,19 +181,16 @@ class KubeClient:
             auth_settings=["BearerToken"],
         )
         began = time.monotonic()
-        limit = timeout or (SLOW_SECONDS if self._slow else TIMEOUT_SECONDS)
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
         try:
-            response = await self._api.call_api(*serialized, _request_timeout=limit)
+            response = await self._api.call_api(*serialized, _request_timeout=limits)
             content = await response.read()
         except (TimeoutError, aiohttp.ClientError) as error:
             API_REQUESTS.labels(method=method, status="none").inc()
-            raise KubeUnavailable(
-                f"{method} {path}: {str(error) or type(error).__name__}"
-            ) from error
+            failure = Unanswered if isinstance(error, TimeoutError) else KubeUnavailable
+            raise failure(f"{method} {path}: {str(error) or type(error).__name__}") from error
         finally:
-            seconds = time.monotonic() - began
-            self._slow = seconds >= TIMEOUT_SECONDS
-            API_SECONDS.labels(method=method).observe(seconds)
+            API_SECONDS.labels(method=method).observe(time.monotonic() - began)
         API_REQUESTS.labels(method=method, status=str(response.status)).inc()
         return Response(response.status, content)
 
@@ -230,7 +249,7 @@ class KubeClient:
                 object_path(kind, namespace),
                 query=query,
                 headers=_accept(kind, "List"),
-                timeout=SLOW_SECONDS,
+                limits=(LIST_SECONDS,),
             )
             items += found["items"] or []  # null, not []
             if not found["metadata"].get("continue"):
@@ -279,19 +298,24 @@ class KubeClient:
     async def create(self, manifest: Manifest) -> None:
         path = object_path(manifest["kind"], manifest["metadata"]["namespace"])
         query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
-        await self._request("POST", path, query=query, body=manifest)
+        limits = (_write_seconds(manifest["kind"]),)
+        await self._request("POST", path, query=query, body=manifest, limits=limits)
 
     async def delete(
-        self, kind: str, namespace: str, name: str, uid: str, force: bool = False
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        uid: str,
+        force: bool = False,
+        propagation: Propagation = "Background",
     ) -> None:
-        options: dict[str, Any] = {
-            "propagationPolicy": "Background",
-            "preconditions": {"uid": uid},
-        }
+        options: dict[str, Any] = {"propagationPolicy": propagation, "preconditions": {"uid": uid}}
         if force:
             options["gracePeriodSeconds"] = 0
+        path = object_path(kind, namespace, name)
         try:
-            await self._request("DELETE", object_path(kind, namespace, name), body=options)
+            await self._request("DELETE", path, body=options, limits=_REPEATED_WRITE)
         except (NotFound, NotServed, Conflict):
             return
 
@@ -304,7 +328,7 @@ class KubeClient:
         while True:
             try:
                 return await self._apply(f"{path}/status", body)
-            except KubeUnavailable as error:
+            except (Refused, KubeUnavailable) as error:
                 if not _drop_undeclared(fields, str(error)):
                     raise
                 if not self._told_of_old_crd:
@@ -337,8 +361,9 @@ class KubeClient:
             "lastTimestamp": stamp,
             "count": 1,
         }
+        path = object_path("Event", metadata["namespace"])
         try:
-            await self._request("POST", object_path("Event", metadata["namespace"]), body=body)
+            await self._request("POST", path, body=body, limits=(TIMEOUT_SECONDS,))
         except AlreadyExists:
             return
 
@@ -354,16 +379,70 @@ class KubeClient:
             "PUT",
             object_path(manifest["kind"], metadata["namespace"], metadata["name"]),
             body=manifest,
+            limits=(_write_seconds(manifest["kind"]),),
         )
 
     async def _apply(self, path: str, body: Manifest) -> Manifest:
         query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
         return await self._request(
-            "PATCH", path, query=query, body=body, headers={"Content-Type": _APPLY}
+            "PATCH",
+            path,
+            query=query,
+            body=body,
+            headers={"Content-Type": _APPLY},
+            limits=_REPEATED_WRITE,
         )
 
-    async def _request(self, method: str, path: str, **arguments: Any) -> Manifest:
-        return _read_answer(await self.raw(method, path, **arguments), f"{method} {path}")
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        limits: tuple[float, ...] = (),
+        **arguments: Any,
+    ) -> Manifest:
+        """Send a request and return the object of the answer.
+
+        Args:
+            method: GET, for example.
+            path: the path of the API.
+            limits: the limit in seconds of each try. Another try follows if one is not answered.
+                None: those of a request that reads one object.
+            arguments: as of `raw`.
+
+        Raises:
+            ClusterError: as `_read_answer`.
+        """
+        *first, last = limits or _REPEATED_READ
+        for limit in first:
+            try:
+                answer = await self.raw(method, path, timeout=limit, **arguments)
+                break
+            except Unanswered as error:
+                log.info("%s; sent again", error)
+        else:
+            answer = await self.raw(method, path, timeout=last, **arguments)
+        return _read_answer(answer, f"{method} {path}")
+
+
+def utf8_json(body: Any) -> bytes:
+    """Return a body as JSON in UTF-8 that is also YAML with the same content.
+
+    Text may come from anywhere: exceptions, logs, webhooks. Two surrogates that make one character
+    are joined, a lone one becomes U+FFFD.
+    """
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    text = _NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        joined = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return joined.encode()
+
+
+def _write_seconds(kind: str) -> float:
+    """Return the limit of a write. A renewal of a Lease that takes long is of no use."""
+    return TIMEOUT_SECONDS if kind == "Lease" else ADMISSION_SECONDS
 
 
 def object_path(kind: str, namespace: str | None, name: str | None = None) -> str:
@@ -426,6 +505,8 @@ def _read_answer(response: Response, request: str) -> Manifest:
     except ValueError as error:
         if response.status == 404 and " /apis/" in request:
             raise NotServed(f"{request}: the apiserver does not serve this resource") from error
+        if response.status == 413:
+            raise TooLarge(f"{request}: the request is larger than a proxy lets pass") from error
         raise KubeUnavailable(
             f"{request}: status {response.status}, and the answer is not JSON"
         ) from error
@@ -443,27 +524,40 @@ def _forbidden(message: str, *, terminating: bool) -> ClusterError:
     return RightMissing(message) if right else Denied(message)
 
 
+_BY_STATUS: dict[int, type[ClusterError]] = {
+    400: Refused,
+    405: NotServed,  # also while a CRD is being deleted
+    409: Conflict,
+    410: WatchExpired,
+    413: TooLarge,
+    422: Refused,
+}
+_BY_POLICY = re.compile(r"denied (the )?request")
+"""The words of admission policies and webhooks, which may choose any code."""
+_OF_500: tuple[tuple[re.Pattern[str], type[ClusterError]], ...] = (
+    (re.compile(r"request is too large|trying to send message larger than max"), TooLarge),
+    (re.compile(r"failed calling webhook|conversion webhook for .* failed"), WebhookUnavailable),
+    (re.compile(r"error decoding|failed to create typed"), Refused),
+)
+"""The words of etcd and its client, of webhooks, and of server-side apply about values that have
+other types than in the CRD."""
+
+
 def _error(status: int, answer: Any, request: str) -> ClusterError:
     details = answer if isinstance(answer, dict) else {}
     message = str(details.get("message") or f"{request}: status {status}")
     subject = details.get("details") or {}
-    causes = {cause.get("reason") for cause in subject.get("causes") or ()}
-    match status, details.get("reason"):
-        case 404, _:
-            missing = {None: NotServed, "namespaces": NamespaceGone}
-            return missing.get(subject.get("kind"), NotFound)(message)
-        case 405, _:  # also while a CRD is being deleted
-            return NotServed(message)
-        case 410, _:
-            return WatchExpired(message)
-        case 409, "AlreadyExists":
-            return AlreadyExists(message)
-        case 409, _:
-            return Conflict(message)
-        case 403, _:
-            return _forbidden(message, terminating="NamespaceTerminating" in causes)
-        case ((400 | 422), _):
-            # Admission policies and webhooks may choose these codes; the words are theirs.
-            policy = re.search(r"denied (the )?request", message)
-            return Denied(message) if policy else Refused(message)
-    return KubeUnavailable(f"{request}: status {status}: {message}")
+    if _BY_POLICY.search(message):
+        return Denied(message)
+    if status == 404:
+        missing = {None: NotServed, "namespaces": NamespaceGone}
+        return missing.get(subject.get("kind"), NotFound)(message)
+    if status == 403:
+        causes = {cause.get("reason") for cause in subject.get("causes") or ()}
+        return _forbidden(message, terminating="NamespaceTerminating" in causes)
+    if status == 409 and details.get("reason") == "AlreadyExists":
+        return AlreadyExists(message)
+    known = _BY_STATUS.get(status)
+    if status >= 500:
+        known = next((error for words, error in _OF_500 if words.search(message)), None)
+    return known(message) if known else KubeUnavailable(f"{request}: status {status}: {message}")

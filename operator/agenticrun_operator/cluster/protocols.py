@@ -7,6 +7,7 @@ from typing import Protocol
 
 from agenticrun_api import AgenticRunStatus, LiveConfig, Progress
 from agenticrun_operator.cluster.head import HeadAddress
+from agenticrun_operator.cluster.kube import Propagation
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 from agenticrun_operator.resources import Event, Manifest
 
@@ -35,23 +36,32 @@ class Kube(Protocol):
         ...
 
     async def create(self, manifest: Manifest) -> None:
-        """Create an object.
+        """Create an object. Admission webhooks may take half a minute.
 
-        Raises `AlreadyExists`, `Refused`, `Denied`, `NotServed`, `NamespaceGone`.
+        Raises `AlreadyExists`, `Refused`, `TooLarge`, `Denied`, `WebhookUnavailable`, `NotServed`,
+        `NamespaceGone`.
         """
         ...
 
     async def put(self, manifest: Manifest) -> Manifest:
         """Replace an object at its resourceVersion and return it as stored.
 
-        Raises `Conflict`, `NotFound`, `Refused`, `Denied`.
+        Admission webhooks may take half a minute.
+
+        Raises `Conflict`, `NotFound`, `Refused`, `TooLarge`, `Denied`, `WebhookUnavailable`.
         """
         ...
 
     async def delete(
-        self, kind: str, namespace: str, name: str, uid: str, force: bool = False
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        uid: str,
+        force: bool = False,
+        propagation: Propagation = "Background",
     ) -> None:
-        """Delete the object with this uid in the background. Do nothing if it no longer exists.
+        """Delete the object with this uid. Do nothing if it no longer exists.
 
         Args:
             kind: its kind.
@@ -59,6 +69,7 @@ class Kube(Protocol):
             name: its name.
             uid: its uid.
             force: remove a pod without waiting until its kubelet has ended it.
+            propagation: Foreground keeps the object until all that it owns is gone.
 
         Raises:
             Denied: rights are missing, or an admission policy prevents it.
@@ -71,6 +82,8 @@ class Kube(Protocol):
         Raises:
             Conflict: the run has changed since it was read.
             NotFound: the run does not exist.
+            Refused: the CRD rejects a value.
+            TooLarge: the run would be larger than etcd takes.
         """
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -86,17 +87,21 @@ async def test_a_request_after_one_on_a_dead_connection_is_answered(
     assert (await kube.raw("GET", PATH)).status == 200
 
 
-async def test_an_apiserver_that_is_slow_gets_more_time_until_it_is_quick_again(
+async def test_what_a_dead_connection_swallows_is_asked_again_on_another_one(
     apiserver: DeafApiserver, kube: KubeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kube_client, "TIMEOUT_SECONDS", 0.5)
-    apiserver.seconds = 1.0
-    with pytest.raises(KubeUnavailable):
-        await kube.raw("GET", PATH)
-    for _ in range(2):
-        assert (await kube.raw("GET", PATH)).status == 200
-    apiserver.seconds = 0.0
-    await kube.raw("GET", PATH)
-    apiserver.seconds = 1.0
-    with pytest.raises(KubeUnavailable):
-        await kube.raw("GET", PATH)
+    monkeypatch.setattr(kube_client, "_REPEATED_READ", (0.5, 15.0))
+    await asyncio.gather(*(kube.raw("GET", PATH) for _ in range(4)))
+    apiserver.dead.update(apiserver.used)
+    began = time.monotonic()
+    assert await kube.list_pods("team", "lake") == []
+    assert time.monotonic() - began < 3
+
+
+async def test_an_apiserver_that_is_slow_gets_more_time_whatever_it_answered_before(
+    apiserver: DeafApiserver, kube: KubeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube_client, "_REPEATED_READ", (0.5, 15.0))
+    for seconds in (0.0, 1.0, 0.0, 1.0):
+        apiserver.seconds = seconds
+        assert await kube.list_pods("team", "lake") == []
