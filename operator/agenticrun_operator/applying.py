@@ -5,8 +5,13 @@ If the operator crashes at any point in between, the next reconciliation complet
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
+import re
 
+from agenticrun_api import AgenticRun, AgenticRunStatus, Reason
+from agenticrun_api.load import repair_status
 from agenticrun_operator.cluster import (
     AlreadyExists,
     ClusterError,
@@ -18,65 +23,106 @@ from agenticrun_operator.cluster import (
     Kube,
     KubeUnavailable,
     NotFound,
+    Refused,
+    TooLarge,
 )
 from agenticrun_operator.metrics import CONFLICTS, REFUSED_SUBMISSIONS, STATUS_WRITES, SUBMISSIONS
 from agenticrun_operator.planning import Configure, JobAction, Plan, RequestStop, Stop, Submit
-from agenticrun_operator.resources import Manifest
+from agenticrun_operator.resources import Event, Manifest
+from agenticrun_operator.slow_writes import PATIENCE_SECONDS, SlowWrites
 
 log = logging.getLogger(__name__)
+
+_REPORTED = (
+    "step",
+    "max_steps",
+    "progress",
+    "reward",
+    "tokens_per_second",
+    "staleness",
+    "eta",
+    "estimated_completion_time",
+    "last_step_time",
+    "policy_version",
+    "activity",
+    "metrics",
+    "restarted_at_step",
+    "checkpoint",
+    "log_tail",
+)
+"""Fields of the status whose values come from the pods of the run."""
+_RAY_STATES = ("", "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
+_REASON = re.compile("[A-Z][A-Za-z0-9]{0,63}")
+_NOT_STORED = "the apiserver refuses the text: see the event StatusRefused"
 
 
 class Applier:
     """Carries out plans."""
 
-    def __init__(self, kube: Kube, head: Head):
+    def __init__(self, kube: Kube, head: Head, slow_writes: SlowWrites):
         self._kube = kube
         self._head = head
+        self._slow_writes = slow_writes
+        self._refused: set[str] = set()
+        """Uids of the runs of which the apiserver has refused the whole status."""
 
-    async def make_tokens(self, plan: Plan) -> None:
-        """Create the Secret with the run's tokens, if the plan has it.
+    async def make_objects(self, run: AgenticRun, plan: Plan) -> None:
+        """Create the Secret with the run's tokens and the missing children, in this order.
 
-        Raises:
-            ClusterError: as `make_children`.
-        """
-        if plan.tokens is None:
-            return
-        try:
-            await self._create(plan.tokens)
-        except Denied as error:
-            if any(manifest["kind"] == "RayCluster" for manifest in plan.create):
-                raise
-            log.warning("cannot create Secret %s: %s", plan.tokens["metadata"]["name"], error)
-
-    async def make_children(self, plan: Plan) -> None:
-        """Create the missing children. The next reconciliation handles those that exist by now.
+        The next reconciliation handles those that exist by now.
 
         Raises:
             Refused: the apiserver rejects an object as invalid.
+            TooLarge: an object is too large.
             Denied: a quota, an admission policy or missing rights prevent it.
+            WebhookUnavailable: an admission webhook fails.
             NotServed: KubeRay's CRD is not installed.
             NamespaceGone: the namespace is missing or being deleted.
+            KubeUnavailable: the apiserver does not answer, or not yet.
         """
-        for manifest in plan.create:
-            await self._create(manifest)
+        objects = ((plan.tokens,) if plan.tokens else ()) + plan.create
+        names = {_creation(manifest): manifest for manifest in objects}
+        self._slow_writes.keep_only(run.key, {*names, *((_change(run),) if plan.cluster else ())})
+        version = run.metadata.uid, run.metadata.generation
+        deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
+        for name, manifest in names.items():
+            create = functools.partial(self._create, manifest)
+            try:
+                await self._slow_writes.finish(run.key, name, version, deadline, create)
+            except Denied as error:
+                # A quota on Secrets denies what exists already, too.
+                new = any(item["kind"] == "RayCluster" for item in plan.create)
+                if manifest is not plan.tokens or new:
+                    raise
+                log.warning("cannot create Secret %s: %s", manifest["metadata"]["name"], error)
 
-    async def change_cluster(self, plan: Plan) -> None:
+    async def change_cluster(self, run: AgenticRun, plan: Plan) -> None:
         """Store the RayCluster with other numbers of pods, if the plan has it.
 
         Raises:
             Conflict: it has changed since it was read.
             Refused: the apiserver rejects it as invalid.
+            TooLarge: it is too large.
             Denied: rights are missing, as in an older chart, or an admission policy prevents it.
+            WebhookUnavailable: an admission webhook fails.
+            KubeUnavailable: the apiserver does not answer, or not yet.
         """
         if plan.cluster is None:
             return
+        version = run.metadata.generation, plan.cluster["metadata"]["resourceVersion"]
+        deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
+        change = functools.partial(self._kube.put, plan.cluster)
         try:
-            await self._kube.put(plan.cluster)
+            await self._slow_writes.finish(run.key, _change(run), version, deadline, change)
         except NotFound:
             return  # the next reconciliation creates it
 
     async def write_status(self, document: Manifest, plan: Plan) -> Manifest:
         """Write the plan's status. After an exception, the rest of the plan must not be applied.
+
+        If the apiserver refuses it, it is written once more without what comes from the run's own
+        pods, so that nothing that they report can stop suspension, deadlines or deletion. If this
+        is refused as well, nothing can be recorded, and so nothing may be done.
 
         Returns:
             The run as it is stored now.
@@ -84,11 +130,33 @@ class Applier:
         Raises:
             Conflict: the run has changed since it was read.
             NotFound: the run no longer exists.
+            Refused: the apiserver refuses both.
         """
         if plan.status is None:
             return document
         STATUS_WRITES.inc()
-        return await self._kube.write_status(document, plan.status)
+        uid = document["metadata"]["uid"]
+        try:
+            stored = await self._kube.write_status(document, plan.status)
+            self._refused.discard(uid)
+            return stored
+        except (Refused, TooLarge) as error:
+            refusal = f"the apiserver refuses the status of the run: {error}"
+        name = document["metadata"]["name"]
+        log.warning("%s: %s; writing it without what its pods report", name, refusal)
+        if uid not in self._refused:  # one event, not one for each look
+            self._refused.add(uid)
+            what = "it is written without what the pods of the run report"
+            await self._report(
+                document, Event(Reason.STATUS_REFUSED, f"{what}: {refusal}", "Warning")
+            )
+        reduced = without_reports(plan.status, repair_status(document.get("status")))
+        return await self._kube.write_status(document, reduced)
+
+    def forget(self, run: AgenticRun) -> None:
+        """Forget a run that no longer exists, and end its writes."""
+        self._refused.discard(run.metadata.uid)
+        self._slow_writes.keep_only(run.key)
 
     async def delete_and_report(self, plan: Plan, document: Manifest) -> None:
         """Carry out the deletions and post the events of a plan whose status is stored."""
@@ -101,10 +169,7 @@ class Applier:
             except Denied as error:  # an older chart does not let the operator delete pods
                 log.warning("cannot delete %s %s: %s", child.kind, child.name, error)
         for event in plan.events:
-            try:
-                await self._kube.post_event(document, event)
-            except ClusterError as error:  # the status says the same
-                log.warning("cannot post the event %s: %s", event.reason, error)
+            await self._report(document, event)
 
     async def act_on_job(self, action: JobAction, head: HeadAddress) -> str | None:
         """Carry out the action on the job of a plan whose status is stored.
@@ -134,6 +199,12 @@ class Applier:
             return str(error)
         return None
 
+    async def _report(self, document: Manifest, event: Event) -> None:
+        try:
+            await self._kube.post_event(document, event)
+        except ClusterError as error:  # the status says the same
+            log.warning("cannot post the event %s: %s", event.reason, error)
+
     async def _create(self, manifest: Manifest) -> None:
         try:
             await self._kube.create(manifest)
@@ -144,3 +215,49 @@ class Applier:
             raise Denied(f"contention for a quota: {error}") from error
         except NotFound as error:  # it says nothing about the run
             raise KubeUnavailable(f"cannot create {manifest['kind']}: {error}") from error
+
+
+def _creation(manifest: Manifest) -> str:
+    return f"creation of {manifest['kind']} {manifest['metadata']['name']}"
+
+
+def _change(run: AgenticRun) -> str:
+    return f"change of RayCluster {run.metadata.name}"
+
+
+def without_reports(status: AgenticRunStatus, stored: AgenticRunStatus) -> AgenticRunStatus:
+    """Return a status without what comes from the pods of the run, or from webhooks.
+
+    Such fields keep the values that the apiserver accepted before.
+
+    Args:
+        status: the status that the apiserver refuses.
+        stored: the status as it is stored.
+    """
+    job, before = status.job, stored.job
+    if job:
+        same = before if before and before.submission_id == job.submission_id else None
+        job = job.model_copy(
+            update={
+                "version": same and same.version,
+                "report": same and same.report,
+                # Not empty, which means that Ray has not got the job.
+                "status": job.status if job.status in _RAY_STATES else "UNKNOWN",
+            }
+        )
+    texts = {item.type: item.message for item in stored.conditions}
+    conditions = [
+        item.model_copy(
+            update={
+                "message": item.message if item.message == texts.get(item.type) else _NOT_STORED,
+                "reason": item.reason if _REASON.fullmatch(item.reason) else "Unknown",
+            }
+        )
+        for item in status.conditions
+    ]
+    reported = {name: getattr(stored, name) for name in _REPORTED}
+    roles = [item.model_copy(update={"message": ""}) for item in status.roles]
+    message = status.message if status.message == stored.message else _NOT_STORED
+    return status.model_copy(
+        update=reported | {"job": job, "conditions": conditions, "roles": roles, "message": message}
+    )

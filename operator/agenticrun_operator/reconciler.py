@@ -26,10 +26,12 @@ from agenticrun_operator.cluster import (
     Head,
     HeadAddress,
     Kube,
-    NamespaceGone,
+    KubeUnavailable,
     NotFound,
-    NotServed,
     Refused,
+    TooLarge,
+    Unanswered,
+    WebhookUnavailable,
 )
 from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.metrics import CONFLICTS, UNREADABLE_RUNS
@@ -46,6 +48,7 @@ from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.planning.times import backoff_seconds
 from agenticrun_operator.resources import CLAIM_KIND, Manifest, OperatorKey, WorkerImages
 from agenticrun_operator.run_metrics import RunState
+from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item, Key
 
@@ -110,6 +113,7 @@ class Reconciler:
         key: OperatorKey,
         full_look_seconds: float,
         slots: asyncio.Semaphore,
+        slow_writes: SlowWrites,
         clock: Callable[[], datetime] = utc_now,
     ):
         """Create a reconciler.
@@ -121,8 +125,9 @@ class Reconciler:
             images: the worker images of this installation.
             key: the operator's key, from which the tokens of runs are derived.
             full_look_seconds: the age at which remembered objects are looked at again.
-            slots: limits the runs that are read and written at the same time. Requests to head pods
-                are made outside the slots, so that those that do not answer delay no other run.
+            slots: limits the runs that are read at the same time. Requests to head pods and writes
+                are made outside the slots, so that those that are not answered delay no other run.
+            slow_writes: carries out creations and changes of objects in the background.
             clock: returns the current time.
         """
         self._kube = kube
@@ -131,7 +136,7 @@ class Reconciler:
         self._slots = slots
         self._conflicts: dict[Key, int] = {}
         """Conflicts in a row."""
-        self._applier = Applier(kube, head)
+        self._applier = Applier(kube, head, slow_writes)
         self._images = images
         self._key = key
         self._full_look_seconds = full_look_seconds
@@ -205,11 +210,10 @@ class Reconciler:
             if cached is None:
                 return None
             observed = await self._observe(cached)  # other runs go on meanwhile
-            async with self._slots:
-                plan_ = plan(cached.run, observed, self._clock(), self._images, self._key)
-                if fresh or not _acts(plan_, cached.run):
-                    applied = await self._apply(key, cached, observed, plan_)
-                    break
+            plan_ = plan(cached.run, observed, self._clock(), self._images, self._key)
+            if fresh or not _acts(plan_, cached.run):
+                applied = await self._apply(key, cached, observed, plan_)
+                break
             fresh = True
         if applied is None:
             return RETRY_SECONDS
@@ -298,18 +302,19 @@ class Reconciler:
             self._cache.pop(key, None)
             return None
         try:
-            await self._applier.make_tokens(plan_)
+            await self._applier.make_objects(run, plan_)
             if plan_.tokens:
                 cached = replace(cached, tokens_sent_at=self._clock())
-            await self._applier.make_children(plan_)
-        except (Refused, Denied, NotServed, NamespaceGone) as error:
+        except ClusterError as error:
+            log.warning("%s: %s", "/".join(key), error)
             plan_ = plan(run, observed, self._clock(), self._images, self._key, error)
         try:
-            await self._applier.change_cluster(plan_)
-        except (Refused, Denied) as error:
+            await self._applier.change_cluster(run, plan_)
+        except (Refused, TooLarge, Denied, WebhookUnavailable, KubeUnavailable) as error:
             log.warning("%s: the RayCluster cannot be changed: %s", "/".join(key), error)
-            refusal = run.metadata.generation, error, self._clock()
-            cached = replace(cached, scaling_refusal=refusal)
+            if not isinstance(error, Unanswered):  # else the change is under way
+                refusal = run.metadata.generation, error, self._clock()
+                cached = replace(cached, scaling_refusal=refusal)
             plan_ = plan(run, observed, self._clock(), self._images, self._key, scaling_error=error)
         job = plan_.status.job if plan_.status else None
         if job and job.end_time:
@@ -378,7 +383,8 @@ class Reconciler:
         job = run.status.job
         if job is None or job.submission_id != submit.submission_id:
             return True
-        objects = await self._observer.read_objects(run, fresh=True)
+        async with self._slots:
+            objects = await self._observer.read_objects(run, fresh=True)
         head = Observed(pods=objects.pods).head(run.metadata.uid)
         return head is not None and str(head.incarnation) == job.incarnation
 
@@ -428,6 +434,7 @@ class Reconciler:
         cached = self._cache.pop(key, None)
         if cached:
             self._observer.ask_again(cached.run.metadata.uid)
+            self._applier.forget(cached.run)
 
 
 def _read(document: Manifest, before: RunCache | None) -> AgenticRun:

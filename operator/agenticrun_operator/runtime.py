@@ -33,6 +33,7 @@ from agenticrun_operator.reconcile_workers import WORKERS, ReconcileWorkers, res
 from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.run_metrics import run_registry
 from agenticrun_operator.settings import HeadAccess, Settings
+from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.watches import Watch
 from agenticrun_operator.workqueue import Key, WorkQueue
@@ -47,6 +48,7 @@ class OperatorRuntime:
         self._settings = settings
         self.queue = WorkQueue()
         self._watched = WatchedObjects(self._run_changed, self._child_changed)
+        self._slow_writes = SlowWrites(self.queue.add)
         self._last_event = time.monotonic()
 
     async def start(self) -> None:
@@ -66,6 +68,7 @@ class OperatorRuntime:
             settings.key,
             settings.full_look_seconds,
             asyncio.Semaphore(settings.workers),
+            self._slow_writes,
         )
         self._leadership = Leadership(
             self._kube,
@@ -116,6 +119,7 @@ class OperatorRuntime:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.reconcile_workers.stop()
+        await self._slow_writes.stop()
         try:
             await self._leadership.release()
         except ClusterError as error:

@@ -47,9 +47,9 @@ class Settings(BaseSettings):
     other nodes. Empty: pods go to any node."""
     reporter_resources: Resources = REPORTER_RESOURCES
     """Resources of the reporter's container on head pods, as JSON."""
-    workers: Annotated[int, Field(ge=1, le=64)] = 4
-    """Number of runs whose objects are read and written at the same time. Any number of head pods
-    is asked meanwhile."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 16
+    """Number of runs whose objects are read at the same time. Questions to head pods and writes do
+    not count."""
     resync_seconds: Annotated[float, Field(gt=0)] = 300.0
     """Seconds between two resyncs of all runs."""
     full_look_seconds: Annotated[float, Field(gt=0)] = 20.0

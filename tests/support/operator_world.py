@@ -44,6 +44,7 @@ from agenticrun_operator.cluster import (
     HeadUnreachable,
     NotFound,
     NotServed,
+    Refused,
 )
 from agenticrun_operator.cluster.kube import Propagation
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
@@ -57,6 +58,7 @@ from agenticrun_operator.resources import (
     secret_of,
     tokens_name,
 )
+from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item
 from fake_ray import FakeJob, missing_roles, pod_of, ready_condition, surplus_pods
@@ -130,6 +132,10 @@ class World:
     """Fields of the status, as paths, that the CRD does not have, so that they are not stored."""
     create_errors: dict[str, ClusterError] = field(default_factory=dict)
     """The apiserver's answer to the creation of a kind."""
+    create_seconds: dict[str, float] = field(default_factory=dict)
+    """Time that webhooks take for the creation of a kind, by the clock of the event loop."""
+    refuse_status: Callable[[dict[str, Any]], bool] = lambda _: False
+    """Returns True for a status that the CRD does not allow."""
     kuberay_missing: bool = False
     """The apiserver does not serve RayClusters."""
     storage_down: bool = False
@@ -596,6 +602,8 @@ class World:
     async def create(self, manifest: Manifest) -> None:
         self._point(f"create {manifest['kind']}")
         self._check_served(manifest["kind"])
+        if seconds := self.create_seconds.get(manifest["kind"]):
+            await asyncio.sleep(seconds)
         if manifest["kind"] in self.create_errors:
             raise self.create_errors[manifest["kind"]]
         if (manifest["kind"], manifest["metadata"]["name"]) in self.objects:
@@ -650,6 +658,8 @@ class World:
             stored["metadata"][key] != run["metadata"][key] for key in ("uid", "resourceVersion")
         ):
             raise Conflict(NAME)
+        if self.refuse_status(status.to_dict()):
+            raise Refused("status: Invalid value")
         stored["status"] = status.to_dict()
         for path in self.crd_lacks:
             *parents, last = path.split(".")
@@ -787,9 +797,15 @@ def _started(pod: Manifest) -> datetime | None:
 class Operator:
     """A reconciler on a world. Its memory is lost when it crashes."""
 
-    def __init__(self, world: World, slots: asyncio.Semaphore | None = None):
+    def __init__(
+        self,
+        world: World,
+        slots: asyncio.Semaphore | None = None,
+        slow_writes: SlowWrites | None = None,
+    ):
         self.world = world
         self.slots = slots or asyncio.Semaphore(4)
+        self.slow_writes = slow_writes or SlowWrites(lambda _: None)
         self.crashes = 0
         self.images = IMAGES
         self.head: Head = world
@@ -805,6 +821,7 @@ class Operator:
             self.key,
             full_look_seconds=20.0,
             slots=self.slots,
+            slow_writes=self.slow_writes,
             clock=lambda: self.world.now,
         )
 

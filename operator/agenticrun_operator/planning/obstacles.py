@@ -8,7 +8,15 @@ from datetime import datetime
 
 from agenticrun_api import AgenticRun, Condition, ConditionType, Phase, Reason, Role
 from agenticrun_api.names import KIND
-from agenticrun_operator.errors import ClusterError, NamespaceGone, NotServed, Refused
+from agenticrun_operator.errors import (
+    ClusterError,
+    KubeUnavailable,
+    NamespaceGone,
+    NotServed,
+    Refused,
+    TooLarge,
+    WebhookUnavailable,
+)
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.times import parse_time
@@ -51,6 +59,13 @@ class Obstacle:
         return self.reason is not Reason.WAITING_FOR_PREVIOUS_RUN
 
 
+_BY_ERROR: dict[type[ClusterError], Reason] = {
+    TooLarge: Reason.TOO_LARGE,
+    WebhookUnavailable: Reason.WEBHOOK_UNAVAILABLE,
+    KubeUnavailable: Reason.APISERVER_UNAVAILABLE,
+}
+_RETRIED = frozenset({Reason.WEBHOOK_UNAVAILABLE, Reason.APISERVER_UNAVAILABLE})
+"""Reasons that may be over at any time: the status is to be true within 10 s."""
 MIN_KUBERAY = "1.6"
 KUBERAY_MISSING = Obstacle(
     Reason.KUBERAY_MISSING,
@@ -152,6 +167,11 @@ def obstacle_met(run: AgenticRun, error: ClusterError) -> Obstacle:
             f"nothing can be created in namespace {run.metadata.namespace}, because it is being "
             f"deleted or does not exist: apply the run in another namespace ({message})",
         )
+    for kind, reason in _BY_ERROR.items():
+        if isinstance(error, kind):
+            # The apiserver has accepted the objects of a run that has trained.
+            final = kind is TooLarge and run.status.job is None
+            return Obstacle(reason, message, final=final)
     if not isinstance(error, Refused):
         return Obstacle(Reason.DENIED, message)
     if unknown := _fields_unknown_to_kuberay(run, message):
@@ -175,7 +195,8 @@ def report(draft: Draft, obstacle: Obstacle) -> None:
     if draft.status.phase is not Phase.RUNNING and not draft.status.phase.finished:
         waits = Phase.PENDING if draft.status.job is None else draft.status.phase
         draft.phase(waits, obstacle.message)
-    longest = MAX_RETRY_SECONDS if obstacle.needs_people else MAX_WAIT_SECONDS
+    retried = obstacle.reason in _RETRIED or not obstacle.needs_people
+    longest = MAX_WAIT_SECONDS if retried else MAX_RETRY_SECONDS
     draft.look_again(min(_retry_seconds(draft, before), longest))
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from agenticrun_api import Condition, ConditionType, Outcome, Phase
 from agenticrun_operator.cluster import (
-    KubeUnavailable,
     NamespaceGone,
     NotFound,
     NotServed,
@@ -166,9 +165,15 @@ async def test_a_run_in_a_namespace_that_is_being_deleted_says_so(
 async def test_a_404_on_create_does_not_mean_that_the_run_is_gone(
     world: World, operator: Operator
 ) -> None:
-    world.create_errors["RayCluster"] = NotFound("nobody knows what")
-    with pytest.raises(KubeUnavailable, match="cannot create RayCluster"):
-        await operator.reconcile()
+    world.create_errors["RayCluster"] = NotFound("what, it does not say")
+    await operator.settle(2)
+    assert (world.status.phase, provisioned(world).reason) == (
+        Phase.PENDING,
+        "ApiserverUnavailable",
+    )
+    assert provisioned(world).message.startswith("cannot create RayCluster")
+    world.create_errors.clear()
+    await train(operator)
 
 
 async def test_an_event_that_cannot_be_posted_stops_nothing(

@@ -10,7 +10,14 @@ import pytest
 from agenticrun_api import ConditionType, Phase, PoolStatus, Role
 from agenticrun_api.status import CheckpointStatus, RoleStatus
 from agenticrun_api.version import __version__
-from agenticrun_operator.cluster import Denied, Refused, RightMissing
+from agenticrun_operator.cluster import (
+    Denied,
+    KubeUnavailable,
+    Refused,
+    RightMissing,
+    TooLarge,
+    WebhookUnavailable,
+)
 from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Manifest, replicas_in
@@ -214,7 +221,16 @@ async def test_a_denied_change_of_a_raycluster_is_tried_again_after_a_while_only
     assert is_undisturbed(world)
 
 
-@pytest.mark.parametrize("error", [Denied("exceeded quota: team"), Refused("spec: Invalid value")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        Denied("exceeded quota: team"),
+        Refused("spec: Invalid value"),
+        TooLarge("etcdserver: request is too large"),
+        WebhookUnavailable('failed calling webhook "mraycluster.kb.io": EOF'),
+        KubeUnavailable("status 504: Timeout"),
+    ],
+)
 async def test_a_run_keeps_its_pods_if_new_ones_would_be_denied_as_well(
     error: ClusterError,
 ) -> None:
