@@ -7,6 +7,7 @@ from datetime import datetime
 
 from agenticrun_api import AgenticRun
 from agenticrun_api.names import LABEL_RUN, LABEL_RUN_UID
+from agenticrun_api.placement import access_modes, unsuitable_modes
 from agenticrun_api.quantities import whole_number
 from agenticrun_api.spec import VolumeClaim
 from agenticrun_operator.resources.metadata import (
@@ -17,12 +18,6 @@ from agenticrun_operator.resources.metadata import (
 from agenticrun_operator.resources.volumes import claim_name, storage_of
 
 CLAIM_KIND = "PersistentVolumeClaim"
-
-
-def access_modes(claim: Manifest) -> list[str]:
-    """Return the access modes of a claim."""
-    modes: list[str] = claim["spec"].get("accessModes") or []
-    return modes
 
 
 def created_claim(run: AgenticRun) -> VolumeClaim | None:
@@ -83,7 +78,7 @@ def unsuitable(run: AgenticRun, manifest: Manifest) -> str | None:
     """
     claim = created_claim(run)
     if claim is None:
-        return _unsuitable_modes(run, manifest)
+        return unsuitable_modes(run, manifest)
     if claim.size is None or made_by(run, manifest):
         return None
     name, spec = manifest["metadata"]["name"], manifest["spec"]
@@ -103,29 +98,6 @@ def unsuitable(run: AgenticRun, manifest: Manifest) -> str | None:
         f"{CLAIM_KIND} {name} of an earlier run {problem}: apply the run with what the claim has, "
         f"expand the claim, use another name, or delete the claim with the checkpoints in it "
         f"(kubectl delete pvc {name})"
-    )
-
-
-def _unsuitable_modes(run: AgenticRun, manifest: Manifest) -> str | None:
-    """Return why the pods that write checkpoints cannot all mount the user's claim, else None."""
-    storage, modes = run.spec.storage, access_modes(manifest)
-    settings = storage.volume_claim if storage else None
-    if settings is None or "ReadWriteMany" in modes or not modes:
-        return None
-    several_pods = "ReadWriteOnce" in modes
-    if several_pods and (settings.one_node or not run.spec.savers_need_several_nodes):
-        return None
-    needs = (
-        "several trainer pods with GPUs, or reference and critic pods with GPUs of their own, need "
-        "several nodes"
-        if several_pods
-        else "head and trainer pods must write to it"
-    )
-    one_node = ", or set checkpoint.volumeClaim.oneNode: true if one node has room for all"
-    return (
-        f"{CLAIM_KIND} {manifest['metadata']['name']} has {' and '.join(modes)}, and {needs}: "
-        "delete the run and apply it with a claim that has ReadWriteMany, or with checkpoint.uri: "
-        f"s3://bucket/prefix{one_node if several_pods else ''}"
     )
 
 

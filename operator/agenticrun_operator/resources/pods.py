@@ -16,12 +16,12 @@ from agenticrun_api.names import (
     REPORTER_CONTAINER,
     REPORTER_PORT,
 )
+from agenticrun_api.placement import placement
 from agenticrun_api.pods import POD_USER, RESTRICTED, merged
 from agenticrun_api.roles import SAVES, Resources, items
 from agenticrun_operator.resources.code import code_containers, init_volumes
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, run_labels
-from agenticrun_operator.resources.placement import placement
 from agenticrun_operator.resources.tokens import RAY_TOKEN_KEY
 from agenticrun_operator.resources.volumes import pod_volumes
 

@@ -26,10 +26,12 @@ from agenticrun_workers.cli.doctor.machine import (
     model_is_reachable,
 )
 from agenticrun_workers.cli.doctor.placement import (
+    ZONE,
     fits_quotas,
     pod_requests,
     pods_fit,
     usable_nodes,
+    volume_reaches,
 )
 from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist, references
 from agenticrun_workers.cli.kubectl import Kubectl, SourceError
@@ -61,6 +63,12 @@ def pod(place: str, **requests: str) -> dict[str, Any]:
     return {"spec": {"nodeName": place, "containers": [{"resources": {"requests": requests}}]}}
 
 
+def required(key: str, operator: str, *values: str) -> dict[str, Any]:
+    expression = {"key": key, "operator": operator, "values": list(values)}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+
+
 GPU_NODE = {GPU: "8"}
 TAINT = {"key": GPU, "value": "present", "effect": "NoSchedule"}
 TRAINS_ON_GPUS = {"trainer": {"gpus": 4, "memory": "32Gi"}, "inference": {"gpus": 4}}
@@ -90,11 +98,11 @@ TRAINS_ON_GPUS = {"trainer": {"gpus": 4, "memory": "32Gi"}, "inference": {"gpus"
             [node("a", **GPU_NODE)],
             [pod("a", **{GPU: "6"})],
             Verdict.WARNING,
-            "2 of 4 pods fit now; no room for 1 trainer, 1 inference",
+            "1 of 4 pods fit now; no room for 1 driver, 1 trainer, 1 inference",
         ),
         (
             TRAINS_ON_GPUS,
-            [node("a", taints=[TAINT], **GPU_NODE), node("b")],
+            [node("a", taints=[TAINT | {"key": "team"}], **GPU_NODE), node("b")],
             [],
             Verdict.FAILED,
             f"asks for 4 {GPU}",
@@ -105,6 +113,35 @@ TRAINS_ON_GPUS = {"trainer": {"gpus": 4, "memory": "32Gi"}, "inference": {"gpus"
                 "inference": {"tolerations": [{"key": GPU, "value": "present"}], "gpus": 4},
             },
             [node("a", taints=[TAINT], **GPU_NODE), node("b")],
+            [],
+            Verdict.OK,
+            "all 4 pods",
+        ),
+        (
+            TRAINS_ON_GPUS,
+            [node("a", taints=[TAINT], **GPU_NODE), node("b")],
+            [],
+            Verdict.OK,
+            "all 4 pods",
+        ),
+        (
+            {"driver": {"cpus": "9"}, "trainer": {"cpus": "9"}},
+            [node("a"), node("b")],
+            [],
+            Verdict.FAILED,
+            "a ReadWriteOnce claim puts 1 driver, 1 trainer on one node, and they ask for 18 cpu; "
+            "the largest node offers 16 cpu",
+        ),
+        (
+            {"env": {"affinity": required("disk", "In", "fast")}},
+            [node("a", labels={"disk": "slow"})],
+            [],
+            Verdict.FAILED,
+            "none of 1 ready nodes takes pods of role env",
+        ),
+        (
+            {"env": {"affinity": required("disk", "NotIn", "fast")}},
+            [node("a", labels={"disk": "slow"})],
             [],
             Verdict.OK,
             "all 4 pods",
@@ -129,6 +166,67 @@ def test_pods_are_placed_as_a_scheduler_does(
     assert (finding.verdict, words in finding.found) == (verdict, True), finding
 
 
+def test_pods_need_nodes_of_the_architecture_of_their_image() -> None:
+    arm = usable_nodes([node("a", labels={"kubernetes.io/arch": "arm64"})], [])
+    assert pods_fit(a_run(), arm, ["amd64"]).verdict is Verdict.FAILED
+    assert pods_fit(a_run(), arm, ["amd64", "arm64"]).verdict is Verdict.OK
+    assert pods_fit(a_run(), arm).verdict is Verdict.OK
+
+
+def claim_of(*modes: str) -> dict[str, Any]:
+    spec = {"accessModes": list(modes), "volumeName": "pv"}
+    return {"kind": "PersistentVolumeClaim", "metadata": {"name": "data"}, "spec": spec}
+
+
+def in_zone(name: str) -> dict[str, Any]:
+    terms = required(ZONE, "In", name)["nodeAffinity"]
+    affinity = {"required": terms["requiredDuringSchedulingIgnoredDuringExecution"]}
+    return {"metadata": {"name": "pv"}, "spec": {"nodeAffinity": affinity}}
+
+
+def storage_class(mode: str) -> dict[str, Any]:
+    default = {"storageclass.kubernetes.io/is-default-class": "true"}
+    return {"metadata": {"name": "disks", "annotations": default}, "volumeBindingMode": mode}
+
+
+THEIRS = {"checkpoint": {"volumeClaim": {"claimName": "data"}}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "claim", "volume", "mode", "verdict", "words"),
+    [
+        ({}, None, None, "WaitForFirstConsumer", Verdict.OK, ""),
+        ({}, None, None, "Immediate", Verdict.WARNING, "head and trainer pods cannot run in b"),
+        (THEIRS, claim_of("ReadWriteOnce"), in_zone("a"), "Immediate", Verdict.OK, ""),
+        (THEIRS, claim_of("ReadWriteOnce"), in_zone("b"), "", Verdict.FAILED, "volume pv is in"),
+        (THEIRS, claim_of("ReadWriteOncePod"), None, "", Verdict.FAILED, "has ReadWriteOncePod"),
+    ],
+)
+def test_the_volume_is_where_the_head_and_trainer_pods_can_run(
+    spec: dict[str, Any],
+    claim: dict[str, Any] | None,
+    volume: dict[str, Any] | None,
+    mode: str,
+    verdict: Verdict,
+    words: str,
+) -> None:
+    nodes = [
+        node("gpu", labels={ZONE: "a"}, taints=[TAINT], **GPU_NODE),
+        node("cpu", labels={ZONE: "b"}),
+    ]
+    run = a_run(
+        roles=TRAINS_ON_GPUS | {"trainer": {"gpus": 4, "nodeSelector": {ZONE: "a"}}}, **spec
+    )
+    finding = volume_reaches(
+        run,
+        usable_nodes(nodes, []),
+        claim=claim,
+        volume=volume,
+        classes=[storage_class(mode)],
+    )
+    assert (finding.verdict, words in finding.found) == (verdict, True), finding
+
+
 def quota(hard: dict[str, str], used: dict[str, str]) -> list[dict[str, Any]]:
     return [{"metadata": {"name": "team"}, "status": {"hard": hard, "used": used}}]
 
@@ -140,6 +238,11 @@ def quota(hard: dict[str, str], used: dict[str, str]) -> list[dict[str, Any]]:
         (quota({"pods": "9", "count/secrets": "0"}, {"pods": "5"}), Verdict.OK, "1 in the"),
         (quota({"pods": "9"}, {"pods": "6"}), Verdict.WARNING, "team: 4 pods of 9, 6 used"),
         (quota({f"requests.{GPU}": "4"}, {}), Verdict.FAILED, f"8 requests.{GPU} of 4"),
+        (
+            quota({"limits.cpu": "99"}, {}),
+            Verdict.FAILED,
+            "the pods of driver, trainer, inference, env have no CPU limit",
+        ),
     ],
 )
 def test_a_quota_allows_the_run_now_later_or_never(
@@ -303,6 +406,7 @@ def test_everything_about_a_run_on_a_cluster_has_a_row(tmp_path: Path) -> None:
         "quotas": Verdict.OK,
         "images": Verdict.OK,
         "code": Verdict.OK,
+        "volume": Verdict.OK,
         "secret registry": Verdict.WARNING,
     }
 

@@ -13,7 +13,13 @@ from agenticrun_api.crd import custom_resource_definition
 from agenticrun_api.names import GROUP, PLURAL
 from agenticrun_api.quantities import quantity
 from agenticrun_api.version import __version__, is_supported
-from agenticrun_workers.cli.doctor.placement import Node, fits_quotas, pods_fit, usable_nodes
+from agenticrun_workers.cli.doctor.placement import (
+    Node,
+    fits_quotas,
+    pods_fit,
+    usable_nodes,
+    volume_reaches,
+)
 from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist
 from agenticrun_workers.cli.kubectl import Kubectl, NoCluster, NoKubectl, SourceError
 from agenticrun_workers.cli.local_code import PackagingError, find_local_code
@@ -95,14 +101,65 @@ def run_there(run: AgenticRun, folder: Path, kubectl: Kubectl) -> dict[str, Find
         folder: of the run's file, with modules that the pods may need.
     """
     checks: dict[str, Callable[[Kubectl], Finding]] = {
-        "pods": lambda kubectl: pods_fit(run, _usable_nodes(kubectl)),
+        "pods": lambda kubectl: pods_fit(
+            run, _usable_nodes(kubectl), _architectures(kubectl), _users_claim(run, kubectl)
+        ),
         "quotas": lambda kubectl: fits_quotas(run, kubectl.json("resourcequotas")["items"]),
         "images": lambda kubectl: images_are_known(
             run, kubectl.json("nodes")["items"], _operators(kubectl)
         ),
         "code": lambda _: code_arrives(run, folder),
     }
+    if _claim_name(run):
+        checks["volume"] = lambda kubectl: _volume(run, kubectl)
     return {**_checked(checks, kubectl), **objects_exist(run, kubectl)}
+
+
+def _claim_name(run: AgenticRun) -> str | None:
+    """Return the name of the claim for the run's checkpoints; None if it has none."""
+    claim = run.spec.storage.volume_claim if run.spec.storage else None
+    if claim and claim.claim_name:
+        return claim.claim_name
+    made = claim is not None or run.spec.gets_default_claim
+    return f"{run.metadata.name}-checkpoints" if made else None
+
+
+def _claim(run: AgenticRun, kubectl: Kubectl) -> dict[str, Any] | None:
+    name = _claim_name(run)
+    claims: Objects = kubectl.json("persistentvolumeclaims")["items"] if name else []
+    return next((item for item in claims if item["metadata"]["name"] == name), None)
+
+
+def _users_claim(run: AgenticRun, kubectl: Kubectl) -> dict[str, Any] | None:
+    claim = run.spec.storage.volume_claim if run.spec.storage else None
+    return _claim(run, kubectl) if claim and claim.claim_name else None
+
+
+def _volume(run: AgenticRun, kubectl: Kubectl) -> Finding:
+    claim = _claim(run, kubectl)
+    name = claim["spec"].get("volumeName") if claim else None
+    volumes: Objects = kubectl.json("persistentvolumes")["items"] if name else []
+    return volume_reaches(
+        run,
+        _usable_nodes(kubectl),
+        claim=claim,
+        volume=next((item for item in volumes if item["metadata"]["name"] == name), None),
+        classes=kubectl.json("storageclasses")["items"],
+        architectures=_architectures(kubectl),
+    )
+
+
+def _architectures(kubectl: Kubectl) -> list[str]:
+    """Return the architectures of the operator's worker images; none if it cannot be seen."""
+    return [
+        name
+        for item in _operators(kubectl)
+        for container in item["spec"]["template"]["spec"]["containers"]
+        for variable in container.get("env") or []
+        if variable["name"] == "AGENTICRUN_ARCHITECTURES"
+        for name in variable.get("value", "").split(",")
+        if name
+    ]
 
 
 def code_arrives(run: AgenticRun, folder: Path) -> Finding:

@@ -11,16 +11,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from agenticrun_api import AgenticRun, Role
-from agenticrun_api.names import LABEL_ROLE, LABEL_RUN_UID, LABEL_SAVES
+from agenticrun_api.names import LABEL_ROLE, LABEL_RUN_UID, LABEL_SAVES, Role
 from agenticrun_api.roles import SAVES, PodRole
-from agenticrun_operator.resources.claims import access_modes
-from agenticrun_operator.resources.metadata import Manifest
-from agenticrun_operator.resources.volumes import storage_of
+from agenticrun_api.run import AgenticRun
 
 ARCHITECTURE = "kubernetes.io/arch"
 """Label of nodes with their architecture, set by the kubelet."""
 HOSTNAME = "kubernetes.io/hostname"
+
+Manifest = dict[str, Any]
 
 
 def on_one_node(run: AgenticRun, claim: Manifest | None = None) -> bool:
@@ -30,13 +29,40 @@ def on_one_node(run: AgenticRun, claim: Manifest | None = None) -> bool:
         run: the run.
         claim: the user's own claim (checkpoint.volumeClaim.claimName), if it was read.
     """
-    storage = storage_of(run)
+    storage = run.spec.storage
     settings = storage.volume_claim if storage else None
-    if settings is None:
-        return False
-    if settings.claim_name is None:
-        return settings.access_mode == "ReadWriteOnce"
+    if settings is None or settings.claim_name is None:
+        return run.spec.claims_one_node
     return claim is not None and "ReadWriteMany" not in access_modes(claim)
+
+
+def access_modes(claim: Manifest) -> list[str]:
+    """Return the access modes of a claim."""
+    modes: list[str] = claim["spec"].get("accessModes") or []
+    return modes
+
+
+def unsuitable_modes(run: AgenticRun, claim: Manifest) -> str | None:
+    """Return why the pods that write checkpoints cannot all mount the user's claim, else None."""
+    storage, modes = run.spec.storage, access_modes(claim)
+    settings = storage.volume_claim if storage else None
+    if settings is None or settings.claim_name is None or "ReadWriteMany" in modes or not modes:
+        return None
+    several_pods = "ReadWriteOnce" in modes
+    if several_pods and (settings.one_node or not run.spec.savers_need_several_nodes):
+        return None
+    needs = (
+        "several trainer pods with GPUs, or reference and critic pods with GPUs of their own, need "
+        "several nodes"
+        if several_pods
+        else "head and trainer pods must write to it"
+    )
+    one_node = ", or set checkpoint.volumeClaim.oneNode: true if one node has room for all"
+    return (
+        f"{claim['kind']} {claim['metadata']['name']} has {' and '.join(modes)}, and {needs}: "
+        "delete the run and apply it with a claim that has ReadWriteMany, or with checkpoint.uri: "
+        f"s3://bucket/prefix{one_node if several_pods else ''}"
+    )
 
 
 def placement(
@@ -47,7 +73,7 @@ def placement(
     Args:
         run: the run.
         role: the role.
-        architectures: of the worker images. Empty: of every node.
+        architectures: of the worker images. Empty: pods may go to any node.
         claim: the user's own claim for checkpoints, if it was read.
     """
     settings, trainer = run.spec.roles.of(role), run.spec.roles.trainer
