@@ -104,6 +104,7 @@ class Reason(StrEnum):
     MOUNT_FAILED = "MountFailed"
     UNSCHEDULABLE = "Unschedulable"
     CONTAINER_CRASHED = "ContainerCrashed"
+    CONTAINER_NOT_READY = "ContainerNotReady"
     CODE_UNAVAILABLE = "CodeUnavailable"
     CODE_DIFFERS = "CodeDiffers"
     NODE_LOST = "NodeLost"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cached_property
 
 from agenticrun_api import AgenticRun, Progress, Reason, Role
@@ -63,6 +63,22 @@ _DISRUPTED = frozenset(
     }
 )
 """Reasons in the status of a pod that its node has ended or does not take back."""
+_VOLUME_COMES = re.compile(
+    r"unbound immediate PersistentVolumeClaims|persistentvolumeclaim \S+ not found"
+    r"|waiting for \S+ volume controller"
+)
+"""The scheduler's words for claims that have no volume yet."""
+_KUBELET_TRIES_AGAIN = re.compile(
+    r"failed to sync \w+ cache|timed out waiting for the condition|context deadline exceeded"
+    r"|failed to reserve container name"
+)
+"""The kubelet's words for what it repeats with success as a rule."""
+PASSING_SECONDS = 10.0
+"""Time after which what often passes without help is a problem."""
+UNREADY_SECONDS = 20.0
+"""Time that a running container has to become ready, before it is named."""
+FOLLOWING_SECONDS = 30.0
+"""Time that a worker has to start again after its head was lost."""
 _OWN_LIMIT = re.compile(r"\bexceed(s|ed) (the|its)\b")
 """The kubelet's words for a pod that it evicts because its containers use more storage than their
 own limits allow. Another attempt would end the same way."""
@@ -75,6 +91,19 @@ class Problem:
 
     reason: Reason
     message: str
+    began: str = ""
+    """Start of the process that has ended, if that is the problem."""
+    ended: str = ""
+    """End of that process."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassingProblem:
+    """A problem that often passes without help. It counts if it does not."""
+
+    problem: Problem
+    counts_from: str
+    """Time at which it begins to count, RFC 3339."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +143,8 @@ class Pod:
     """Time at which the Ray container last started, by the clock of its node; None if it does not
     run."""
     problem: Problem | None = None
+    passing: PassingProblem | None = None
+    """A problem that is not yet one; `Observer.look` turns it into `problem` when it counts."""
     preparing_since: str | None = None
     """Time at which the pod got a node, while its volumes and its network are not there; else None.
     Only an event says what they wait for."""
@@ -354,12 +385,35 @@ def with_head(pods: Sequence[Pod], named: str | None, submitted_to: str | None) 
     else:
         head = live[0] if len(live) == 1 else None
     if head is None:
-        return list(pods) if named or len(live) < 2 else [_as_claimant(pod, live) for pod in pods]
+        if not named and len(live) > 1:
+            return [_as_claimant(pod, live) for pod in pods]
+        return [_with_its_head(pod, None) for pod in pods]
     return [
-        replace(pod, is_head=True) if pod is head else pod
+        replace(pod, is_head=True) if pod is head else _with_its_head(pod, head)
         for pod in pods
         if pod is head or pod.role is not Role.DRIVER or pod.orphan or pod.deleting
     ]
+
+
+def _with_its_head(pod: Pod, head: Pod | None) -> Pod:
+    """Return a worker pod that has not crashed if its Ray process ended with an earlier head.
+
+    Such a process notices after half a minute that its head is lost, and ends with an error.
+    """
+    problem = pod.problem
+    if problem is None or not problem.began or not problem.ended or pod.role is Role.DRIVER:
+        return pod
+    if head and head.started_at and _moment(problem.began) >= _moment(head.started_at):
+        return pod
+    follows = Problem(
+        Reason.PODS_PENDING, f"starts again after the loss of its head: {problem.message}"
+    )
+    passing = PassingProblem(follows, _later(problem.ended, FOLLOWING_SECONDS))
+    return replace(pod, problem=None, passing=passing)
+
+
+def _moment(time: str) -> datetime:
+    return datetime.fromisoformat(time)
 
 
 def head_name(cluster: Manifest | None) -> str | None:
@@ -373,8 +427,11 @@ def _as_claimant(pod: Pod, claimants: list[Pod]) -> Pod:
     if pod not in claimants:
         return pod
     others = ", ".join(other.name for other in claimants if other is not pod)
-    message = f"claims to be the head, as {others} does: delete the one that is not"
-    return replace(pod, ready=False, problem=Problem(Reason.PODS_PENDING, message))
+    problem = Problem(
+        Reason.PODS_PENDING,
+        f"claims to be the head, as {others} does: delete the one that is not",
+    )
+    return replace(pod, ready=False, problem=problem)
 
 
 def role_of(manifest: Manifest) -> Role | None:
@@ -398,6 +455,7 @@ def read_pod(manifest: Manifest) -> Pod:
         (item for item in status.get("conditions", ()) if item["type"] == "Ready"), {}
     )
     ready = readiness.get("status") == "True"
+    problem = None if ready else _problem(manifest)
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -409,7 +467,8 @@ def read_pod(manifest: Manifest) -> Pod:
         incarnation=_incarnation(metadata["uid"], status),
         created_at=metadata.get("creationTimestamp", ""),
         started_at=_started_at(status),
-        problem=None if ready else _problem(manifest),
+        problem=problem if isinstance(problem, Problem) else None,
+        passing=problem if isinstance(problem, PassingProblem) else None,
         preparing_since=None if ready else _preparing_since(manifest),
         unready_since=None if ready else readiness.get("lastTransitionTime"),
         gone_by=metadata.get("deletionTimestamp"),
@@ -460,22 +519,43 @@ def _ray_container(status: Manifest) -> Manifest:
     return next(found, {})
 
 
-def _problem(pod: Manifest) -> Problem | None:
-    for condition in pod.get("status", {}).get("conditions", ()):
+def _problem(pod: Manifest) -> Problem | PassingProblem | None:
+    status = pod.get("status", {})
+    if status.get("phase") == "Failed" and status.get("reason"):
+        words = _one_line(f"{status['reason']}: {status.get('message') or ''}").rstrip(": ")
+        if _disruption(status):
+            return Problem(Reason.PODS_PENDING, f"was ended by its node: {words}")
+        return Problem(Reason.CONTAINER_CRASHED, f"was ended by its node: {words}")
+    for condition in status.get("conditions", ()):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return Problem(
-                Reason.UNSCHEDULABLE,
-                f"cannot be scheduled: {_one_line(condition.get('message', ''))}",
-            )
+            message = _one_line(condition.get("message", ""))
+            found = Problem(Reason.UNSCHEDULABLE, f"cannot be scheduled: {message}")
+            if _VOLUME_COMES.search(message):
+                since = condition.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"]
+                return PassingProblem(found, _later(since, PASSING_SECONDS))
+            return found
     images: dict[str, str] = {
         item["name"]: item["image"]
         for key in ("initContainers", "containers")
         for item in pod.get("spec", {}).get(key, ())
     }
     for container in _container_statuses(pod):
-        if found := _container_problem(container, images[container["name"]]):
-            return found
-    return _node_problem(pod)
+        if problem := _container_problem(container, images[container["name"]]):
+            if _KUBELET_TRIES_AGAIN.search(problem.message) and not problem.ended:
+                return PassingProblem(problem, _later(_scheduled_at(pod), PASSING_SECONDS))
+            return problem
+    return _node_problem(pod) or _unready(pod)
+
+
+def _later(time: str, seconds: float) -> str:
+    return (_moment(time) + timedelta(seconds=seconds)).isoformat()
+
+
+def _scheduled_at(pod: Manifest) -> str:
+    for condition in pod.get("status", {}).get("conditions", ()):
+        if condition["type"] == "PodScheduled" and condition.get("lastTransitionTime"):
+            return str(condition["lastTransitionTime"])
+    return str(pod["metadata"]["creationTimestamp"])
 
 
 def _node_problem(pod: Manifest) -> Problem | None:
@@ -484,18 +564,62 @@ def _node_problem(pod: Manifest) -> Problem | None:
     The node controller then sets only the pod's condition. A kubelet that reports sets the
     readiness of containers and sidecars, too.
     """
-    spec, status = pod.get("spec", {}), pod.get("status", {})
     containers = tuple(_container_statuses(pod))
-    unready = any(
-        item["type"] == "Ready" and item["status"] != "True"
-        for item in status.get("conditions", ())
-    )
-    if not unready or not containers or spec.get("readinessGates"):
+    conditions = pod.get("status", {}).get("conditions", ())
+    unready = any(item["type"] == "Ready" and item["status"] != "True" for item in conditions)
+    if not unready or not containers or _closed_gates(pod):
         return None
     if not all(item.get("ready") for item in containers):
         return None
-    node = spec.get("nodeName", "")
+    node = pod.get("spec", {}).get("nodeName", "")
     return Problem(Reason.NODE_LOST, f"is on node {node}, which no longer answers")
+
+
+def _closed_gates(pod: Manifest) -> list[str]:
+    """Return the readiness gates of a pod that are not true: another controller sets them."""
+    gates = [item["conditionType"] for item in pod.get("spec", {}).get("readinessGates") or ()]
+    conditions = pod.get("status", {}).get("conditions", ())
+    true = {item["type"] for item in conditions if item["status"] == "True"}
+    return [gate for gate in gates if gate not in true]
+
+
+def _unready(pod: Manifest) -> PassingProblem | None:
+    """Return the containers that run and are not ready, or the gates that keep the pod unready."""
+    spec = pod.get("spec", {})
+    prepare = {
+        item["name"]
+        for item in spec.get("initContainers", ())
+        if item.get("restartPolicy") != "Always"
+    }
+    running = [
+        item
+        for item in _container_statuses(pod)
+        if item.get("state", {}).get("running") is not None and item["name"] not in prepare
+    ]
+    unready = [item for item in running if not item.get("ready")]
+    since = [item["state"]["running"].get("startedAt", "") for item in unready]
+    for condition in pod.get("status", {}).get("conditions", ()):
+        if condition["type"] == "Ready":
+            since.append(condition.get("lastTransitionTime") or "")
+    if not any(since):
+        return None
+    if unready:
+        named = ", ".join(map(_with_restarts, unready))
+        problem = Problem(Reason.CONTAINER_NOT_READY, f"container {named} is not ready")
+    elif running and (gates := _closed_gates(pod)):
+        problem = Problem(
+            Reason.CONTAINER_NOT_READY,
+            f"readiness gate {gates[0]} is not true: its controller has not set it",
+        )
+    else:
+        return None
+    return PassingProblem(problem, _later(max(since), UNREADY_SECONDS))
+
+
+def _with_restarts(container: Manifest) -> str:
+    restarts = container.get("restartCount", 0)
+    times = "once" if restarts == 1 else f"{restarts} times"
+    return f"{container['name']} (restarted {times})" if restarts else str(container["name"])
 
 
 def _preparing_since(pod: Manifest) -> str | None:
@@ -543,6 +667,10 @@ def _container_problem(container: Manifest, image: str) -> Problem | None:
     if reason in _PULL_FAILURES:
         return Problem(Reason.IMAGE_PULL_FAILED, f"cannot pull image {image}: {message or reason}")
     if reason in _CONFIG_FAILURES:
+        if _KUBELET_TRIES_AGAIN.search(message):  # it says nothing about the container
+            return Problem(
+                Reason.PODS_PENDING, f"container {container['name']} waits: {message or reason}"
+            )
         return Problem(
             Reason.CONTAINER_CRASHED,
             f"container {container['name']} cannot start: {message or reason}",
@@ -557,12 +685,20 @@ def _container_problem(container: Manifest, image: str) -> Problem | None:
         return Problem(
             Reason.CONTAINER_CRASHED,
             f"container {container['name']} ended with exit code {ended['exitCode']}: {detail}",
+            began=_start_of_ray(container, ended),
+            ended=ended.get("finishedAt") or "",
         )
     if reason and reason not in _PLAIN_WAITING:
         return Problem(
             Reason.PODS_PENDING, f"container {container['name']} waits: {message or reason}"
         )
     return None
+
+
+def _start_of_ray(container: Manifest, ended: Manifest) -> str:
+    """Return the start of a Ray process that has ended on its own account, else an empty text."""
+    killed = ended.get("reason") == "OOMKilled"
+    return "" if killed or container["name"] != RAY_CONTAINER else ended.get("startedAt") or ""
 
 
 def _one_line(text: str, limit: int = 400) -> str:

@@ -286,10 +286,13 @@ class Observer:
         )
 
     async def _with_reasons(self, run: AgenticRun, pods: tuple[Pod, ...]) -> tuple[Pod, ...]:
-        """Add the problem of the first pod of each role that its node cannot prepare.
+        """Add problems that count only after a time, and what no field of a pod says.
 
-        A Secret that does not exist, for example, is in no field of the pod that waits for it.
+        The events are read of the first pod of each role that its node cannot prepare: a Secret
+        that does not exist, for example, is in no field of the pod that waits for it.
         """
+        if any(pod.passing for pod in pods):
+            pods = tuple(self._with_passing(pod) for pod in pods)
         stuck = {pod.role: pod for pod in reversed(pods) if self._is_stuck(pod)}
         if not stuck:
             return pods
@@ -300,6 +303,12 @@ class Observer:
         return tuple(
             replace(pod, problem=found[pod.uid]) if pod.uid in found else pod for pod in pods
         )
+
+    def _with_passing(self, pod: Pod) -> Pod:
+        """Return the pod with the problem that has not passed in its time."""
+        if pod.passing is None or self._clock() < parse_time(pod.passing.counts_from):
+            return pod
+        return replace(pod, problem=pod.problem or pod.passing.problem)
 
     def _is_stuck(self, pod: Pod) -> bool:
         if pod.preparing_since is None or pod.problem is not None or pod.deleting:

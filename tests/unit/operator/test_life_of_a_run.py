@@ -1155,7 +1155,7 @@ async def test_a_denied_child_of_an_existing_cluster_repeats_no_event(
     await operator.reconcile()
     writes, events = world.status_writes, list(world.events)
     for _ in range(5):
-        world.now += timedelta(seconds=5)
+        world.now += timedelta(seconds=3)
         await operator.reconcile()
     assert (world.status_writes, world.events) == (writes, events)
 

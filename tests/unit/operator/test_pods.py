@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from agenticrun_api import Reason, Role
-from agenticrun_operator.observed import Incarnation, Problem, problem_of_warnings, read_pod
+from agenticrun_operator.observed import (
+    Incarnation,
+    PassingProblem,
+    Pod,
+    Problem,
+    problem_of_warnings,
+    read_pod,
+    with_head,
+)
 from agenticrun_operator.resources import Manifest
 
 
@@ -283,3 +291,161 @@ def test_a_pod_that_kubernetes_is_about_to_end_is_disrupted(reason: str) -> None
     condition = {"type": "DisruptionTarget", "status": "True", "reason": reason}
     assert read_pod(pod(conditions=[condition])).disruption == reason
     assert read_pod(pod(conditions=[condition | {"status": "False"}])).disruption == ""
+
+
+SECONDS = "2026-01-01T00:00:{:02}+00:00".format
+"""A second of the minute in which the pods of these tests start."""
+
+
+def condition(kind: str, status: str, second: int, **more: str) -> Manifest:
+    return {"type": kind, "status": status, "lastTransitionTime": SECONDS(second), **more}
+
+
+def running(name: str, ready: bool, second: int = 0, restarts: int = 0) -> Manifest:
+    state = {"running": {"startedAt": SECONDS(second)}}
+    return {"name": name, "restartCount": restarts, "ready": ready, "state": state}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims. not found",
+        'persistentvolumeclaim "lake-checkpoints" not found',
+        "waiting for ephemeral volume controller to create the persistentvolumeclaim",
+    ],
+)
+def test_a_volume_that_is_being_made_counts_only_after_some_seconds(words: str) -> None:
+    seen = read_pod(pod(conditions=[condition("PodScheduled", "False", 3, message=words)]))
+    assert seen.problem is None
+    problem = Problem(Reason.UNSCHEDULABLE, f"cannot be scheduled: {words}")
+    assert seen.passing == PassingProblem(problem, SECONDS(13))
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (
+            "CreateContainerConfigError",
+            "failed to sync secret cache: timed out waiting for the condition",
+        ),
+        ("CreateContainerConfigError", "failed to sync configmap cache: timed out"),
+        ("CreateContainerError", "context deadline exceeded"),
+    ],
+)
+def test_what_the_kubelet_tries_again_is_no_crash(reason: str, words: str) -> None:
+    seen = read_pod(pod(waiting(reason, words), conditions=[condition("PodScheduled", "True", 2)]))
+    assert seen.problem is None
+    assert seen.passing == PassingProblem(
+        Problem(Reason.PODS_PENDING, f"container ray waits: {words}"), SECONDS(12)
+    )
+
+
+@pytest.mark.parametrize(
+    ("containers", "message", "counts_from"),
+    [
+        (
+            [running("ray", True), running("istio-proxy", False, 5)],
+            "container istio-proxy is not ready",
+            25,
+        ),
+        (
+            [running("ray", False, 1), running("istio-proxy", False, 5, restarts=2)],
+            "container ray, istio-proxy (restarted 2 times) is not ready",
+            25,
+        ),
+        ([running("ray", False, 1, restarts=1)], "container ray (restarted once) is not ready", 22),
+    ],
+)
+def test_a_container_that_runs_and_is_not_ready_is_named(
+    containers: list[Manifest], message: str, counts_from: int
+) -> None:
+    manifest = pod(*containers, conditions=[condition("Ready", "False", 2)])
+    manifest["spec"]["containers"].append({"name": "istio-proxy", "image": "istio:1"})
+    seen = read_pod(manifest)
+    assert seen.problem is None
+    problem = Problem(Reason.CONTAINER_NOT_READY, message)
+    assert seen.passing == PassingProblem(problem, SECONDS(counts_from))
+
+
+def test_a_sidecar_is_named_and_a_container_that_prepares_is_not() -> None:
+    manifest = pod(
+        init=[running("reporter", False, 1)], conditions=[condition("Ready", "False", 2)]
+    )
+    assert read_pod(manifest).passing is None, "it has not ended yet"
+    manifest["spec"]["initContainers"][2]["restartPolicy"] = "Always"
+    passing = read_pod(manifest).passing
+    assert passing is not None
+    assert passing.problem.message == "container reporter is not ready"
+
+
+def test_a_readiness_gate_that_is_not_true_is_named() -> None:
+    ready = running("ray", True)
+    manifest = pod(ready, conditions=[condition("Ready", "False", 2)])
+    manifest["spec"]["readinessGates"] = [{"conditionType": "mesh/ready"}]
+    passing = read_pod(manifest).passing
+    assert passing is not None
+    assert passing.problem == Problem(
+        Reason.CONTAINER_NOT_READY,
+        "readiness gate mesh/ready is not true: its controller has not set it",
+    )
+    manifest["status"]["conditions"].append(condition("mesh/ready", "True", 3))
+    seen = read_pod(manifest)
+    assert seen.problem is not None
+    assert seen.problem.reason is Reason.NODE_LOST, "everything is ready but the pod"
+
+
+def crashed(began: int, ended: int, reason: str = "Error") -> Pod:
+    """Return a worker pod after the end of its Ray process."""
+    state = {
+        "exitCode": 1,
+        "reason": reason,
+        "startedAt": SECONDS(began),
+        "finishedAt": SECONDS(ended),
+    }
+    container = running("ray", False) | {"lastState": {"terminated": state}}
+    return read_pod(pod(container, conditions=[condition("Ready", "False", 2)]))
+
+
+def head_started(second: int | None) -> Pod:
+    started = None if second is None else SECONDS(second)
+    return Pod("head", "h", "r", Role.DRIVER, ready=True, started_at=started)
+
+
+@pytest.mark.parametrize(
+    ("worker", "head", "follows"),
+    [
+        (crashed(0, 20), head_started(10), True),
+        (crashed(0, 20), head_started(None), True),
+        (crashed(0, 20), None, True),
+        (crashed(12, 20), head_started(10), False),
+        (crashed(0, 20, "OOMKilled"), head_started(10), False),
+    ],
+    ids=["replaced", "starting", "gone", "of-this-head", "out-of-memory"],
+)
+def test_a_worker_that_starts_again_with_its_head_has_not_crashed(
+    worker: Pod, head: Pod | None, follows: bool
+) -> None:
+    pods = [worker, head] if head else [worker]
+    seen = with_head(pods, head.name if head else None, None)[0]
+    if not follows:
+        assert seen.problem is not None
+        assert seen.problem.reason is Reason.CONTAINER_CRASHED
+        return
+    assert seen.problem is None
+    problem = Problem(
+        Reason.PODS_PENDING,
+        "starts again after the loss of its head: container ray ended with exit code 1: Error",
+    )
+    assert seen.passing == PassingProblem(problem, SECONDS(50))
+
+
+def test_a_pod_that_its_node_has_ended_says_so() -> None:
+    manifest = pod()
+    manifest["status"] |= {"phase": "Failed", "reason": "Evicted", "message": "low on\n memory"}
+    assert read_pod(manifest).problem == Problem(
+        Reason.PODS_PENDING, "was ended by its node: Evicted: low on memory"
+    )
+    manifest["status"]["message"] = 'Usage of EmptyDir volume "w" exceeds the limit "1Gi".'
+    problem = read_pod(manifest).problem
+    assert problem is not None
+    assert problem.reason is Reason.CONTAINER_CRASHED
