@@ -140,7 +140,7 @@ def install_chart(environment: dict[str, str], images: dict[str, str]) -> None:
     crds = str(ROOT / "crds/agenticruns.yaml")
     apply_crds = ["kubectl", "apply", "--server-side", "--force-conflicts", "-f", crds]
     install = ["helm", "upgrade", "--install", RELEASE, str(ROOT / "charts/agenticrun")]
-    install += ["--namespace", SYSTEM, "--create-namespace"]
+    install += ["--namespace", SYSTEM, "--create-namespace", "--set", "replicas=1"]
     repository, tag = images["operator"].rsplit(":", 1)
     install += ["--set", f"image.repository={repository}", "--set", f"image.tag={tag}"]
     install += ["--set", f"images.worker={images['worker']}"]

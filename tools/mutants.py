@@ -322,8 +322,8 @@ MUTANTS = (
     Mutant(
         "operator/status-of-an-older-crd",
         f"{OPERATOR}/reconciler.py",
-        'parse_served(document).model_copy(update={"status": plan_.status})',
-        "parse_served(document)",
+        'self._read(document, None).model_copy(update={"status": plan_.status})',
+        "self._read(document, None)",
         ("tests/unit/operator/test_older_crd.py",),
     ),
     Mutant(

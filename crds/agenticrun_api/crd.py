@@ -33,6 +33,8 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("Message", "string", ".status.message", 1),
 )
 """(name, type, JSONPath, priority). Columns of priority 1 are shown with `-o wide` only."""
+SELECTABLE = (".status.phase",)
+"""Fields for `kubectl get --field-selector`. Kubernetes 1.30 ignores them."""
 
 _KEEP = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "pattern",
          "minLength", "maxLength", "minItems", "maxItems", "maxProperties", "format",
@@ -70,6 +72,7 @@ def custom_resource_definition() -> dict[str, Any]:
         "storage": True,
         "subresources": {"status": {}},
         "additionalPrinterColumns": columns,
+        "selectableFields": [{"jsonPath": path} for path in SELECTABLE],
         "schema": {"openAPIV3Schema": schema},
     }
     return {

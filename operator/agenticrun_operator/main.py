@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import kopf
 
-from agenticrun_operator import handlers
+from agenticrun_operator import handlers, logs
 from agenticrun_operator.runtime import OperatorRuntime
 from agenticrun_operator.settings import Settings
 
@@ -15,11 +14,7 @@ from agenticrun_operator.settings import Settings
 def main() -> None:
     """Run the operator until SIGTERM or SIGINT."""
     settings = Settings()
-    logging.basicConfig(
-        level=settings.log_level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-    )
-    for name in ("kopf", "aiohttp.access"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logs.configure(settings.log_level, settings.log_format)
     asyncio.run(serve(settings))
 
 

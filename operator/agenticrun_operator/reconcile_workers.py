@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from agenticrun_operator.cluster import ClusterError
+from agenticrun_operator.logs import about_run
 from agenticrun_operator.metrics import RECONCILE_SECONDS, RECONCILES
 from agenticrun_operator.planning.times import backoff_seconds
 from agenticrun_operator.workqueue import Item, Key, WorkQueue
@@ -85,18 +86,23 @@ class ReconcileWorkers:
             await self._leading.wait()
             started = self._began[item.key] = time.perf_counter()
             try:
-                delay = await self._reconcile(item)
-            except Exception as error:  # an error in one run must not end the reconcile worker
-                delay = self._back_off(item.key, error)
-            else:
-                self._failures.pop(item.key, None)
-                RECONCILES.labels(result="ok").inc()
+                with about_run(*item.key):
+                    delay = await self._reconcile_or_back_off(item)
             finally:
                 del self._began[item.key]
                 self._queue.done(item.key)
                 RECONCILE_SECONDS.observe(time.perf_counter() - started)
             if delay is not None:
                 self._queue.add_after(item.key, delay * random.uniform(1 - JITTER, 1 + JITTER))
+
+    async def _reconcile_or_back_off(self, item: Item) -> float | None:
+        try:
+            delay = await self._reconcile(item)
+        except Exception as error:  # an error in one run must not end the reconcile worker
+            return self._back_off(item.key, error)
+        self._failures.pop(item.key, None)
+        RECONCILES.labels(result="ok").inc()
+        return delay
 
     def _back_off(self, key: Key, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1

@@ -34,6 +34,7 @@ from agenticrun_operator.cluster import (
     WebhookUnavailable,
 )
 from agenticrun_operator.errors import ClusterError
+from agenticrun_operator.logs import note_attempt
 from agenticrun_operator.metrics import CONFLICTS, UNREADABLE_RUNS
 from agenticrun_operator.observed import JobTrouble, Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
@@ -115,6 +116,7 @@ class Reconciler:
         slots: asyncio.Semaphore,
         slow_writes: SlowWrites,
         clock: Callable[[], datetime] = utc_now,
+        default_ttl: int | None = None,
     ):
         """Create a reconciler.
 
@@ -129,6 +131,7 @@ class Reconciler:
                 are made outside the slots, so that those that are not answered delay no other run.
             slow_writes: carries out creations and changes of objects in the background.
             clock: returns the current time.
+            default_ttl: spec.ttlSecondsAfterFinished of runs that do not set it, in seconds.
         """
         self._kube = kube
         self._watched = watched
@@ -141,6 +144,7 @@ class Reconciler:
         self._key = key
         self._full_look_seconds = full_look_seconds
         self._clock = clock
+        self._default_ttl = default_ttl
         self._cache: dict[Key, RunCache] = {}
         self._unreadable: dict[Key, RunState] = {}
         """Runs that cannot be read, with their status."""
@@ -209,6 +213,8 @@ class Reconciler:
                 cached, fresh = await self._look(key, again, fresh)
             if cached is None:
                 return None
+            if job := cached.run.status.job:
+                note_attempt(job.attempt)
             observed = await self._observe(cached)  # other runs go on meanwhile
             plan_ = plan(cached.run, observed, self._clock(), self._images, self._key)
             if fresh or not _acts(plan_, cached.run):
@@ -220,6 +226,22 @@ class Reconciler:
         plan_, cached = applied
         await self._act_on_job(key, cached, plan_)  # other runs go on meanwhile
         return plan_.requeue_after
+
+    def _read(self, document: Manifest, before: RunCache | None) -> AgenticRun:
+        """Return the run with the installation's defaults.
+
+        It has the status that was written last as long as no one has changed it.
+
+        Raises:
+            InvalidRun: the run cannot be read.
+        """
+        run = parse_served(document)
+        if self._default_ttl is not None and run.spec.ttl_seconds_after_finished is None:
+            ttl = {"ttl_seconds_after_finished": self._default_ttl}
+            run = run.model_copy(update={"spec": run.spec.model_copy(update=ttl)})
+        if before is None or before.document.get("status") != document.get("status"):
+            return run
+        return run.model_copy(update={"status": before.run.status})
 
     async def _look(self, key: Key, again: bool, fresh: bool) -> tuple[RunCache | None, bool]:
         """Return the run with its objects, and True if all was read from the apiserver just now.
@@ -238,7 +260,7 @@ class Reconciler:
             before = None
         same = before and before.document["metadata"] == document["metadata"]
         try:
-            run = before.run if before and same else _read(document, before)
+            run = before.run if before and same else self._read(document, before)
         except InvalidRun as error:
             self._cache.pop(key, None)
             await self._handle_unreadable(key, document, error)
@@ -323,7 +345,7 @@ class Reconciler:
         wrote_at = self._clock() if plan_.status else cached.wrote_at
         if plan_.status:
             # Not the stored status: it lacks the fields that an older CRD does not have.
-            written = parse_served(document).model_copy(update={"status": plan_.status})
+            written = self._read(document, None).model_copy(update={"status": plan_.status})
             cached = replace(cached, document=document, run=written)
         asked = {delete.uid: self._clock() for delete in plan_.delete}
         cached = replace(
@@ -435,18 +457,6 @@ class Reconciler:
         if cached:
             self._observer.ask_again(cached.run.metadata.uid)
             self._applier.forget(cached.run)
-
-
-def _read(document: Manifest, before: RunCache | None) -> AgenticRun:
-    """Return the run, with the status that was written last as long as nobody has changed it.
-
-    Raises:
-        InvalidRun: the run cannot be read.
-    """
-    run = parse_served(document)
-    if before is None or before.document.get("status") != document.get("status"):
-        return run
-    return run.model_copy(update={"status": before.run.status})
 
 
 def _newest_progress(cached: RunCache, observed: Observed) -> Progress | None:

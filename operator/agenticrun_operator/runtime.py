@@ -29,6 +29,7 @@ from agenticrun_operator.metrics import (
     metrics_page,
     serve_page,
 )
+from agenticrun_operator.operator_key import wait_for_key
 from agenticrun_operator.reconcile_workers import WORKERS, ReconcileWorkers, resync
 from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.run_metrics import run_registry
@@ -65,10 +66,12 @@ class OperatorRuntime:
             RunHead(transport),
             self._watched,
             settings.images,
-            settings.key,
+            settings.key
+            or await wait_for_key(self._kube, *settings.operator_key_secret.split("/")),
             settings.full_look_seconds,
             asyncio.Semaphore(settings.workers),
             self._slow_writes,
+            default_ttl=settings.ttl_seconds_after_finished,
         )
         self._leadership = Leadership(
             self._kube,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from agenticrun_api.roles import Resources
+from agenticrun_operator.logs import LogFormat
 from agenticrun_operator.resources import REPORTER_RESOURCES, OperatorKey, WorkerImages
 
 
@@ -32,9 +33,12 @@ class Settings(BaseSettings):
 
     namespaces: Annotated[tuple[str, ...], NoDecode] = ()
     """Namespaces to watch, separated by commas. Empty: the whole Kubernetes cluster."""
-    operator_key: Annotated[SecretStr, Field(min_length=32)]
+    operator_key: Annotated[SecretStr, Field(min_length=OperatorKey.MIN_LENGTH)] | None = None
     """The key from which the tokens of all runs are derived: at least 32 random characters. With
-    another key the operator cannot talk to the runs that go on."""
+    another key the operator cannot talk to running runs. Either this or operator_key_secret."""
+    operator_key_secret: Annotated[str, Field(pattern=r"^([^/]+/[^/]+)?$")] = ""
+    """`<namespace>/<name>` of the Secret with the operator's key. The operator creates it if it
+    does not exist."""
     worker_image: str
     """Worker image of runs without spec.image."""
     worker_image_sglang: str = ""
@@ -66,6 +70,10 @@ class Settings(BaseSettings):
     """Port of the liveness probe (GET /healthz)."""
     metrics_port: int = 9090
     log_level: str = "INFO"
+    log_format: LogFormat = LogFormat.TEXT
+    """text, or json: one JSON object in each line."""
+    ttl_seconds_after_finished: Annotated[int, Field(ge=0)] | None = None
+    """spec.ttlSecondsAfterFinished of runs that do not set it. None: they are kept."""
 
     @property
     def images(self) -> WorkerImages:
@@ -78,9 +86,15 @@ class Settings(BaseSettings):
         )
 
     @property
-    def key(self) -> OperatorKey:
-        """The operator's key."""
-        return OperatorKey(self.operator_key.get_secret_value())
+    def key(self) -> OperatorKey | None:
+        """The operator's key; None if it is in a Secret that the operator reads."""
+        return OperatorKey(self.operator_key.get_secret_value()) if self.operator_key else None
+
+    @model_validator(mode="after")
+    def _has_one_key(self) -> Self:
+        if (self.operator_key is None) is (self.operator_key_secret == ""):
+            raise ValueError("set either operator_key or operator_key_secret")
+        return self
 
     @field_validator("namespaces", "architectures", mode="before")
     @classmethod

@@ -38,6 +38,7 @@ def operator(cluster: Cluster, images: Images) -> Iterator[Operator]:
         "image": {"repository": repository, "tag": tag},
         "images": {"worker": images.worker, "workers": images.workers},
         "watchNamespaces": [RUNS],
+        "replicas": 1,  # drills kill the operator, and see how another start goes
         "logLevel": "debug",
     }
     with (

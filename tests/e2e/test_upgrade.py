@@ -351,8 +351,15 @@ def is_ready(operator: Operator, release: Release) -> None:
     """Wait until the operator of this release is ready."""
     operator.wait_ready()
     print(f"{time.strftime('%H:%M:%S')} the operator is ready", flush=True)
-    (pod,) = operator.system.list("pods")
-    assert pod["spec"]["containers"][0]["image"] == release.images.operator
+    eventually(
+        lambda: (
+            {pod["spec"]["containers"][0]["image"] for pod in operator.system.list("pods")}
+            == {release.images.operator}
+        ),
+        60,
+        f"only pods of {release.images.operator} are there",
+        interval=0.5,
+    )
 
 
 def new_images(release: Release) -> list[str]:

@@ -339,7 +339,7 @@ def helm_upgraded(site: Site) -> Iterator[None]:
     values = _helm(site, "get values", "-o", "json")
     try:
         _upgrade(site, "--set=logLevel=info")
-        (pod,) = site.operator.system.list("pods")
+        pod = site.operator.system.list("pods")[0]  # an old one may still be ending
         (container,) = pod["status"]["containerStatuses"]
         _upgrade(site, f"--set=image.digest={container['imageID'].rpartition('@')[2]}")
         yield

@@ -51,14 +51,14 @@ class Operator:
             eventually(
                 lambda: not self.system.list("pods"),
                 600,
-                "the operator's pod is gone",
+                "the operator's pods are gone",
                 interval=0.5,
             )
 
     def delete_pod(self) -> None:
-        """Kill the operator's pod and wait until the pod that replaces it is ready."""
-        (pod,) = self.system.list("pods")
-        self.system.kubectl("delete", "pod", pod["metadata"]["name"])
+        """Kill the operator's pods and wait until those that replace them are ready."""
+        for pod in self.system.list("pods"):
+            self.system.kubectl("delete", "pod", pod["metadata"]["name"], "--ignore-not-found")
         self.wait_ready()
 
     def wait_ready(self) -> None:

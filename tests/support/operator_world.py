@@ -810,6 +810,7 @@ class Operator:
         self.images = IMAGES
         self.head: Head = world
         self.key = KEY
+        self.default_ttl: int | None = None
         self._start()
 
     def _start(self) -> None:
@@ -823,6 +824,7 @@ class Operator:
             slots=self.slots,
             slow_writes=self.slow_writes,
             clock=lambda: self.world.now,
+            default_ttl=self.default_ttl,
         )
 
     def use_head(self, head: Head) -> None:

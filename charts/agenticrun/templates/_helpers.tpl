@@ -42,6 +42,31 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- .Values.operatorKey.existingSecret | default (printf "%s-operator-key" (include "agenticrun.name" .)) -}}
 {{- end -}}
 
+{{/* The affinity of the operator's pods, where values.affinity has nothing else: two of them on two nodes, if there are two. */}}
+{{- define "agenticrun.affinity" -}}
+podAntiAffinity:
+  preferredDuringSchedulingIgnoredDuringExecution:
+    - weight: 100
+      podAffinityTerm:
+        topologyKey: kubernetes.io/hostname
+        labelSelector:
+          matchLabels: {{- include "agenticrun.selector" . | nindent 12 }}
+{{- if gt (len .Values.architectures) 1 }}
+nodeAffinity:
+  requiredDuringSchedulingIgnoredDuringExecution:
+    nodeSelectorTerms:
+      - matchExpressions:
+          - {key: kubernetes.io/arch, operator: In, values: {{ toJson .Values.architectures }}}
+{{- end }}
+{{- end -}}
+
+{{/* One architecture is a node selector, which a nodeAffinity in the values does not replace. */}}
+{{- define "agenticrun.nodeSelector" -}}
+{{- if eq (len .Values.architectures) 1 }}
+kubernetes.io/arch: {{ first .Values.architectures }}
+{{- end }}
+{{- end -}}
+
 {{/* The tag of the images that no value names. */}}
 {{- define "agenticrun.tag" -}}
 {{- .Values.tag | default .Chart.AppVersion -}}

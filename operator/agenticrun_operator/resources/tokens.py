@@ -23,7 +23,13 @@ RAY_TOKEN_KEY = "auth_token"
 class OperatorKey:
     """The key from which an installation of the operator derives the tokens of all its runs."""
 
+    MIN_LENGTH = 32
+    """Characters of a key."""
+
     def __init__(self, secret: str):
+        """Create the key. Raises ValueError if it is too short."""
+        if len(secret) < self.MIN_LENGTH:
+            raise ValueError(f"the operator's key has less than {self.MIN_LENGTH} characters")
         self._secret = secret.encode()
         self.id = sha256(self._secret).hexdigest()[:8]
         """Names the key without revealing it."""

@@ -6,7 +6,7 @@ import copy
 import json
 import re
 import shutil
-from base64 import b64decode
+from base64 import b64encode
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
@@ -106,12 +106,14 @@ def test_by_default_it_serves_all_namespaces_with_a_cluster_role(cluster: Cluste
     objects = render(cluster)
     assert {(kind, namespace) for kind, namespace, _ in objects} == {
         ("ServiceAccount", NAMESPACE),
-        ("ClusterRole", ""),
+        ("ClusterRole", ""),  # of the operator, and of users
         ("ClusterRoleBinding", ""),
         ("Role", "default"),
         ("RoleBinding", "default"),
         ("Deployment", NAMESPACE),
-        ("Secret", NAMESPACE),
+        ("Role", NAMESPACE),
+        ("RoleBinding", NAMESPACE),
+        ("PodDisruptionBudget", NAMESPACE),
         ("Service", NAMESPACE),
         *POLICY,
     }
@@ -127,6 +129,7 @@ def test_with_namespaces_there_is_a_role_in_each_and_nothing_of_the_cluster_but_
         "blue",
         "green",
         "default",
+        NAMESPACE,
     }
     assert environment(objects)["AGENTICRUN_NAMESPACES"] == "blue,green"
     assert (
@@ -193,6 +196,13 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
         cluster,
         images={"worker": "worker:1", "workers": {"sglang": "worker-sglang:1"}},
         logLevel="debug",
+        logFormat="json",
+        defaults={"ttlSecondsAfterFinished": 0},
+        extraEnv=[{"name": "NO_PROXY", "value": "10.0.0.0/8"}],
+        extraEnvFrom=[{"secretRef": {"name": "proxy"}}],
+        topologySpreadConstraints=[
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+        ],
         metrics={"port": 8080},
         probes={"port": 9999},
         imagePullSecrets=[{"name": "pull"}],
@@ -210,6 +220,10 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
         f"{REGISTRY}/worker-vllm:{__version__}",
     ]
     assert environment(objects)["AGENTICRUN_LOG_LEVEL"] == "DEBUG"
+    assert environment(objects)["AGENTICRUN_LOG_FORMAT"] == "json"
+    assert environment(objects)["AGENTICRUN_TTL_SECONDS_AFTER_FINISHED"] == "0"
+    assert environment(objects)["NO_PROXY"] == "10.0.0.0/8"
+    assert container(objects)["envFrom"] == [{"secretRef": {"name": "proxy"}}]
     assert environment(objects)["AGENTICRUN_METRICS_PORT"] == "8080"
     assert environment(objects)["AGENTICRUN_PROBE_PORT"] == "9999"
     assert container(objects)["ports"] == [
@@ -223,14 +237,11 @@ def test_every_value_reaches_the_pod(cluster: Cluster) -> None:
     assert container(objects)["resources"]["limits"] == {"memory": "1Gi"}
     pod = pod_spec(objects)
     assert pod["imagePullSecrets"] == [{"name": "pull"}]
-    assert (pod["nodeSelector"], pod["tolerations"]) == (
-        {"pool": "system"},
-        [{"operator": "Exists"}],
-    )
-    assert (pod["affinity"], pod["priorityClassName"]) == (
-        {"nodeAffinity": {}},
-        "system-cluster-critical",
-    )
+    assert pod["nodeSelector"] == {"pool": "system", "kubernetes.io/arch": "amd64"}
+    assert pod["tolerations"] == [{"operator": "Exists"}]
+    assert pod["affinity"].keys() == {"nodeAffinity", "podAntiAffinity"}
+    assert pod["priorityClassName"] == "system-cluster-critical"
+    assert pod["topologySpreadConstraints"][0]["topologyKey"] == "zone"
     metadata = objects["Deployment", NAMESPACE, RELEASE]["spec"]["template"]["metadata"]
     assert metadata["annotations"] == {"a": "b"}
     assert metadata["labels"]["c"] == "d"
@@ -272,66 +283,54 @@ def test_objects_for_prometheus_and_grafana_are_made_if_wanted(cluster: Cluster)
     assert board["data"]["agenticrun.json"] == (CHART / "files/dashboard.json").read_text()
 
 
-def key_reference(objects: Objects) -> dict[str, str]:
-    (entry,) = (
-        entry for entry in container(objects)["env"] if entry["name"] == "AGENTICRUN_OPERATOR_KEY"
-    )
-    reference: dict[str, str] = entry["valueFrom"]["secretKeyRef"]
-    return reference
+KEY_NAME = f"{RELEASE}-operator-key"
 
 
-def test_the_operators_key_is_random_and_outlives_the_release(cluster: Cluster) -> None:
-    objects, others = render(cluster), render(cluster)
-    name = f"{RELEASE}-operator-key"
-    secret = objects["Secret", NAMESPACE, name]
-    assert key_reference(objects) == {"name": name, "key": "key"}
-    assert secret["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    key = b64decode(secret["data"]["key"]).decode()
-    assert Settings(operator_key=SecretStr(key), worker_image="x").key.id
-    assert len(set(key)) > 20
-    assert others["Secret", NAMESPACE, name]["data"]["key"] != secret["data"]["key"]
-
-
-def test_a_key_that_exists_is_not_replaced_by_an_upgrade(namespace: Cluster) -> None:
-    name = f"{RELEASE}-operator-key"
-    namespace.kubectl("create", "secret", "generic", name, "--from-literal=key=of-before")
-    manifests = render(namespace, options=("--dry-run=server",))
-    assert b64decode(manifests["Secret", NAMESPACE, name]["data"]["key"]) == b"of-before"
-    namespace.kubectl("delete", "secret", name)
-
-
-def test_the_key_stays_through_upgrade_uninstall_and_reinstallation(namespace: Cluster) -> None:
-    """Runs that go on meanwhile have tokens that were derived from it."""
-    values = {
-        "registry": REGISTRY,
-        "watchNamespaces": [NAMESPACE],
-        "lease": {"namespace": NAMESPACE},
-        "nodeSelector": {"agenticrun.dev/no-such": "node"},
+def key_variables(objects: Objects) -> dict[str, Any]:
+    """Return the variables that say where the operator's key is."""
+    return {
+        entry["name"]: entry.get("value", entry.get("valueFrom"))
+        for entry in container(objects)["env"]
+        if entry["name"].startswith("AGENTICRUN_OPERATOR_KEY")
     }
 
-    def helm(*words: str) -> str:
-        stdin = None if words[0] == "uninstall" else json.dumps(values)
-        return namespace.command("helm", *words, "-n", NAMESPACE, stdin=stdin)
 
-    def key() -> str:
-        secret = namespace.get("secret", f"{RELEASE}-operator-key")
-        assert secret is not None
-        found: str = secret["data"]["key"]
-        return found
+def test_the_chart_renders_nothing_random(cluster: Cluster) -> None:
+    """`helm template` and Argo CD render without access to the apiserver, again and again."""
+    objects = render(cluster)
+    assert objects == render(cluster)
+    assert "Secret" not in {kind for kind, _, _ in objects}
+    assert key_variables(objects) == {"AGENTICRUN_OPERATOR_KEY_SECRET": f"{NAMESPACE}/{KEY_NAME}"}
+    settings = Settings(operator_key_secret=f"{NAMESPACE}/{KEY_NAME}", worker_image="x")
+    assert settings.key is None
 
-    chart = (RELEASE, str(CHART), "--skip-crds", "-f", "-")
-    helm("install", *chart)
+
+def test_the_operator_may_read_its_own_key_and_no_other_secret_of_its_namespace(
+    cluster: Cluster,
+) -> None:
+    rules = render(cluster)["Role", NAMESPACE, KEY_NAME]["rules"]
+    assert [(rule["verbs"], rule.get("resourceNames")) for rule in rules] == [
+        (["create"], None),
+        (["get"], [KEY_NAME]),
+    ]
+
+
+def test_a_key_that_an_earlier_chart_made_stays_in_the_release(namespace: Cluster) -> None:
+    """Otherwise `helm rollback` to that chart would not find it."""
+    data = {"key": b64encode(b"of-before").decode()}
+    metadata: dict[str, Any] = {"name": KEY_NAME, "namespace": NAMESPACE}
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
     try:
-        first = key()
-        helm("upgrade", *chart)
-        assert key() == first
-        helm("uninstall", RELEASE)
-        assert key() == first
-        helm("install", *chart)
-        assert key() == first
+        namespace.apply(secret)
+        rendered = render(namespace, options=("--dry-run=server",))
+        assert "Secret" not in {kind for kind, _, _ in rendered}, "the operator has made it"
+        metadata["annotations"] = {"meta.helm.sh/release-name": RELEASE}
+        namespace.apply(secret)
+        kept = render(namespace, options=("--dry-run=server",))["Secret", NAMESPACE, KEY_NAME]
+        assert kept["data"] == data
+        assert kept["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
     finally:
-        helm("uninstall", RELEASE)
-        namespace.kubectl("delete", "secret", f"{RELEASE}-operator-key")
+        namespace.kubectl("delete", "secret", KEY_NAME, "--ignore-not-found")
 
 
 CRD_FILE = "crds/agenticruns.yaml"
@@ -379,13 +378,14 @@ def test_the_printed_command_upgrades_the_crd_that_helm_leaves_alone(
     finally:
         namespace.command("helm", "uninstall", RELEASE, "-n", NAMESPACE)
         namespace.kubectl("delete", "crd", CRD_OF_TEST, "--ignore-not-found")
-        namespace.kubectl("delete", "secret", f"{RELEASE}-operator-key", "--ignore-not-found")
+        namespace.kubectl("delete", "secret", KEY_NAME, "--ignore-not-found")
 
 
 def test_a_secret_of_the_users_holds_the_key(cluster: Cluster) -> None:
     objects = render(cluster, operatorKey={"existingSecret": "mine"})
-    assert key_reference(objects) == {"name": "mine", "key": "key"}
-    assert "Secret" not in {kind for kind, _, _ in objects}
+    reference = {"secretKeyRef": {"name": "mine", "key": "key"}}
+    assert key_variables(objects) == {"AGENTICRUN_OPERATOR_KEY": reference}
+    assert ("Role", NAMESPACE, KEY_NAME) not in objects
 
 
 def test_the_operator_reads_no_secret_of_a_run(cluster: Cluster) -> None:
@@ -419,7 +419,19 @@ def test_the_policy_protects_the_releases_namespace_unless_it_is_watched(cluster
 @pytest.mark.parametrize(
     ("values", "path"),
     [
-        ({"replicas": 2}, "replicas"),
+        ({"replicas": 0}, "/replicas"),
+        ({"logFormat": "xml"}, "/logFormat"),
+        ({"tolerations": [{"keyy": "gpu"}]}, "/tolerations/0"),
+        ({"tolerations": [{"effect": "Never"}]}, "/tolerations/0/effect"),
+        ({"affinity": {"nodeAfinity": {}}}, "/affinity"),
+        ({"topologySpreadConstraints": [{"topologyKey": "z"}]}, "/topologySpreadConstraints/0"),
+        ({"extraEnv": [{"nme": "A"}]}, "/extraEnv/0"),
+        ({"extraEnv": [{"name": "AGENTICRUN_WORKERS", "value": "1"}]}, "/extraEnv/0/name"),
+        ({"extraEnv": [{"name": "A", "value": 1}]}, "/extraEnv/0/value"),
+        ({"extraEnvFrom": [{"secretRef": {}}]}, "/extraEnvFrom/0/secretRef"),
+        ({"defaults": {"ttlSecondsAfterFinished": -1}}, "/defaults/ttlSecondsAfterFinished"),
+        ({"userRoles": {"create": "yes"}}, "/userRoles/create"),
+        ({"secretAuthorization": {}, "secretAuthorisation": {}}, "secretAuthorisation"),
         ({"admissionPolicy": {"enable": True}}, "/admissionPolicy"),
         (
             {"admissionPolicy": {"serviceAccountNames": ["a'"]}},
@@ -500,10 +512,67 @@ def test_the_readme_has_a_row_for_every_value() -> None:
     assert rows == values
 
 
-def test_one_operator_at_a_time_and_never_as_root(cluster: Cluster) -> None:
+def test_two_operators_on_two_nodes_of_which_a_drain_takes_one(cluster: Cluster) -> None:
     objects = render(cluster)
     spec = objects["Deployment", NAMESPACE, RELEASE]["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    assert (spec["replicas"], spec["strategy"]["type"]) == (2, "RollingUpdate")
+    budget = objects["PodDisruptionBudget", NAMESPACE, RELEASE]["spec"]
+    assert (budget["maxUnavailable"], budget["selector"]) == (1, spec["selector"])
+    (wish,) = pod_spec(objects)["affinity"]["podAntiAffinity"][
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    ]
+    assert wish["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+    assert wish["podAffinityTerm"]["labelSelector"] == spec["selector"]
+
+
+def test_the_operator_goes_to_nodes_of_its_images_architectures(cluster: Cluster) -> None:
+    pod = pod_spec(render(cluster, architectures=["amd64", "arm64"]))
+    assert "nodeSelector" not in pod
+    required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    (term,) = required["nodeSelectorTerms"]
+    assert term["matchExpressions"] == [
+        {"key": "kubernetes.io/arch", "operator": "In", "values": ["amd64", "arm64"]}
+    ]
+
+
+def test_a_single_operator_has_no_budget_that_would_hold_up_a_drain(cluster: Cluster) -> None:
+    objects = render(cluster, replicas=1)
+    assert "PodDisruptionBudget" not in {kind for kind, _, _ in objects}
+    update = objects["Deployment", NAMESPACE, RELEASE]["spec"]["strategy"]["rollingUpdate"]
+    assert update == {"maxUnavailable": 0, "maxSurge": 1}
+
+
+AGGREGATES = "rbac.authorization.k8s.io/aggregate-to-"
+
+
+@pytest.mark.parametrize(
+    ("values", "made"),
+    [
+        ({}, True),
+        ({"watchNamespaces": ["blue"]}, False),
+        ({"watchNamespaces": ["blue"], "userRoles": {"create": True}}, True),
+        ({"userRoles": {"create": False}}, False),
+    ],
+)
+def test_users_get_their_rights_with_kubernetes_own_roles(
+    cluster: Cluster, values: dict[str, Any], made: bool
+) -> None:
+    objects = render(cluster, **values)
+    found = {
+        name: {
+            label.removeprefix(AGGREGATES)
+            for label in item["metadata"]["labels"]
+            if label.startswith(AGGREGATES)
+        }
+        for (kind, _, name), item in objects.items()
+        if kind == "ClusterRole" and name != OPERATOR
+    }
+    wanted = {"agenticrun-viewer": {"view"}, "agenticrun-editor": {"edit", "admin"}}
+    assert found == (wanted if made else {})
+
+
+def test_never_as_root(cluster: Cluster) -> None:
+    objects = render(cluster)
     assert container(objects)["securityContext"]["readOnlyRootFilesystem"] is True
     assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container(objects))
 

@@ -368,6 +368,44 @@ def test_it_may_not_pretend_to_be_another_component(
         operator.create(manifest)
 
 
+def key_secret() -> Manifest:
+    """Return the Secret with the key of the operator as it creates it."""
+    metadata = {"name": f"{OPERATOR}-operator-key", "namespace": SYSTEM}
+    data = {"key": "a2V5"}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque"} | {
+        "data": data
+    }
+
+
+def test_it_may_create_its_own_key(operator: Identity) -> None:
+    assert operator.create(key_secret())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        setting("metadata.name", "another-operator-key"),
+        setting("metadata.namespace", "kube-system"),
+        setting("metadata.namespace", TEAM),
+        setting("data.token", "eA=="),
+        setting("type", "example.com/other"),
+        setting("metadata.annotations", {"kubernetes.io/service-account.name": "default"}),
+    ],
+    ids=["name", "system", "team", "data", "type", "token"],
+)
+def test_its_right_to_create_its_key_is_good_for_nothing_else(
+    operator: Identity, unlimited: Identity, change: Change
+) -> None:
+    secret = key_secret()
+    change(secret)
+    if "annotations" in secret["metadata"]:
+        token_of_a_service_account(secret)
+    if secret["metadata"]["namespace"] == SYSTEM:
+        unlimited.create(secret)
+    with pytest.raises(CommandFailed, match=r"denied request|forbidden"):
+        operator.create(secret)
+
+
 READS_AND_CHANGES = (
     *((verb, "secrets") for verb in ("get", "list", "watch", "update", "patch", "delete")),
     *((verb, "configmaps") for verb in ("list", "update", "patch", "delete")),
@@ -395,7 +433,11 @@ def test_it_has_no_right_to(operator: Identity, request_: tuple[str, str]) -> No
     assert not operator.may(verb, resource, SYSTEM)
 
 
-def test_it_reads_no_secret_not_even_its_own(operator: Identity, team: Cluster) -> None:
+def test_it_reads_no_secret_but_its_key(operator: Identity, team: Cluster) -> None:
+    key = key_secret()
+    team.in_namespace(SYSTEM).apply(key)
+    name = key["metadata"]["name"]
+    assert name in operator.kubectl("get", "secret", name, "-n", SYSTEM, "-o", "name")
     team.apply(children(a_run())["Secret"])
     name = tokens_name(a_run(), KEY.id)
     for words in (("get", "secret", name), ("get", "secrets"), ("get", "secrets", "-A")):

@@ -754,10 +754,15 @@ async def test_someone_elses_object_is_never_taken_over(world: World, operator: 
     assert world.jobs
 
 
-async def test_a_finished_run_is_deleted_when_its_time_is_over() -> None:
+@pytest.mark.parametrize(("own", "default"), [(100, None), (None, 100), (100, 5)])
+async def test_a_finished_run_is_deleted_when_its_time_is_over(
+    own: int | None, default: int | None
+) -> None:
     world = World()
-    world.apply_run(("spec.ttlSecondsAfterFinished", 100))
+    world.apply_run(*([("spec.ttlSecondsAfterFinished", own)] if own else []))
     operator = Operator(world)
+    operator.default_ttl = default
+    operator.upgrade(operator.images)
     await training(operator)
     world.end_driver(Outcome.SUCCEEDED)
     await operator.settle(5)
