@@ -311,6 +311,26 @@ class WorkerRole(PodRole):
 
 SAVES = frozenset({Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC})
 """The roles with pods that write checkpoints, and mount their claim."""
+
+
+class ElasticRole(WorkerRole):
+    """Settings of a role whose number of pods may change while the run trains."""
+
+    RULES = (
+        *WorkerRole.RULES,
+        Rule(
+            "!has(self.minReplicas) || self.minReplicas <= self.replicas",
+            "minReplicas is larger than replicas: set at most replicas",
+            ".minReplicas",
+            lambda role: role.min_replicas is None or role.min_replicas <= role.replicas,
+        ),
+    )
+
+    min_replicas: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Number of pods without which no attempt begins; the others join later. Default: half of
+    `replicas`, rounded up. The first attempt also waits failurePolicy.waitSeconds for all."""
+
+
 ELASTIC = (Role.INFERENCE, Role.ENV)
 """Roles with a number of replicas that may change."""
 
@@ -341,10 +361,10 @@ class Roles(Model):
     """Separate pods for the reference policy. Default: it runs on the trainer's pods."""
     critic: WorkerRole | None = None
     """Separate pods for the value model. Default: it runs on the trainer's pods."""
-    inference: WorkerRole | None = None
+    inference: ElasticRole | None = None
     """Pods of the engines. Disaggregated runs have them even if this is not set. Colocated engines
     run on the trainer's pods."""
-    env: WorkerRole = WorkerRole()
+    env: ElasticRole = ElasticRole()
     """Pods of the env workers, each of which plays many episodes at the same time."""
 
     def has(self, role: Role) -> bool:
@@ -366,6 +386,13 @@ class Roles(Model):
         """Return the number of pods of a role. The driver has one."""
         settings = self.of(role)
         return settings.replicas if isinstance(settings, WorkerRole) else 1
+
+    def min_replicas(self, role: Role) -> int:
+        """Return the number of pods of a role without which no attempt begins."""
+        settings, replicas = self.of(role), self.replicas(role)
+        if not isinstance(settings, ElasticRole):
+            return replicas
+        return min(settings.min_replicas or (replicas + 1) // 2, replicas)
 
     def total_gpus(self, role: Role) -> int:
         """Return the number of GPUs of all pods of a role."""

@@ -16,9 +16,9 @@ from agenticrun_api.roles import (
     ELASTIC,
     SAVES,
     Annotations,
+    ElasticRole,
     Labels,
     Roles,
-    WorkerRole,
     reserved_labels,
 )
 
@@ -454,15 +454,20 @@ class FailurePolicy(Model):
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
     """Number of restarts in a row that get the run no further. After one more failure, the run
-    fails. A failure after a new step starts the count again. An orderly stop does not count: a
-    drain, an eviction or a preemption of the head or a trainer pod, for example."""
+    fails. A failure after a new step starts the count again. Orderly stops and disruptions (drains,
+    evictions, preemptions, lost nodes, deleted pods) do not count."""
+    max_disruptions: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
+    """Number of disruptions after which the run fails. Default: a disruption never ends a run."""
     backoff_seconds: Annotated[int, Field(ge=0, le=3600)] = 10
     """Wait before a restart. It doubles with each failure that counts, up to 10 minutes."""
     startup_deadline_seconds: Annotated[int, Field(ge=10, le=604_800)] = 3600
-    """Time that all pods have to become ready, at the start and after each loss. Pods that cannot
+    """Time that the pods have to become ready, at the start and after each loss. Pods that cannot
     be placed in time are given back, and the run queues: it is Pending and tries again later. A run
     that has never trained fails if an image cannot be pulled or a container crashes until then. One
     hour is enough for new nodes and large images."""
+    wait_seconds: Annotated[int, Field(ge=0, le=604_800)] = 300
+    """Time that the first attempt waits for all env and inference pods. After it, and at each
+    restart, an attempt begins as soon as `minReplicas` of each are ready; the others join later."""
     stall: Stall = Stall()
 
 
@@ -555,13 +560,18 @@ def _is_below(path: str, folder: str) -> bool:
     return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
+_CHANGE_IT = (
+    "set suspend: true (the run saves a checkpoint), delete the run when it is Suspended, and "
+    "apply it again with checkpoint.resume: FromPreviousRun to continue from that checkpoint"
+)
+
+
 def _immutable(field: str, required: bool) -> Rule:
     same = f"self.{field} == oldSelf.{field}"
     present = f"has(self.{field}) == has(oldSelf.{field}) && (!has(self.{field}) || {same})"
     return Rule(
         same if required else present,
-        f"{field} cannot change once the run exists: delete the run and apply it again, "
-        "with checkpoint.resume: FromPreviousRun to go on from its newest checkpoint",
+        f"{field} cannot change once the run exists: {_CHANGE_IT}",
         f".{field}",
         None,
     )
@@ -574,13 +584,14 @@ def _immutable_except_replicas(role: Role) -> Rule:
 
     path = f"roles.{role.value}"
     fields = (
-        field.alias or name for name, field in WorkerRole.model_fields.items() if name != "replicas"
+        field.alias or name
+        for name, field in ElasticRole.model_fields.items()
+        if name not in ("replicas", "min_replicas")
     )
     fixed = " && ".join(f"({same(f'{path}.{field}')})" for field in fields)
     return Rule(
         f"has(self.{path}) == has(oldSelf.{path}) && (!has(self.{path}) || ({fixed}))",
-        f"only replicas of {path} can change once the run exists: delete the run and apply it "
-        "again, with checkpoint.resume: FromPreviousRun to go on from its newest checkpoint",
+        f"only replicas and minReplicas of {path} can change once the run exists: {_CHANGE_IT}",
         f".{path}",
         None,
     )

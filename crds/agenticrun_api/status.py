@@ -67,9 +67,9 @@ class ConditionType(StrEnum):
     has brought no news for longer than spec.failurePolicy.stall allows. Absent before the first
     attempt has trained."""
     SUSPENDED = "Suspended"
-    """Unknown: the run is being suspended, and there are pods still: spec.suspend is true, or other
-    replicas need other pods. True: there are none. False: it was resumed, or has ended. Absent
-    until it is suspended for the first time."""
+    """Unknown: the run is being suspended, and there are pods still: spec.suspend is true, other
+    replicas need other pods, or another controller has suspended the RayCluster. True: there are
+    none. False: it was resumed, or has ended. Absent until it is suspended for the first time."""
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -97,6 +97,8 @@ class Reason(StrEnum):
     CLUSTER_CREATING = "ClusterCreating"
     CLUSTER_CREATED = "ClusterCreated"
     CLUSTER_DELETED = "ClusterDeleted"
+    CLUSTER_SUSPENDED = "ClusterSuspended"
+    CLUSTER_REPAIRED = "ClusterRepaired"
     PODS_PENDING = "PodsPending"
     PODS_DENIED = "PodsDenied"
     PODS_READY = "PodsReady"
@@ -122,8 +124,9 @@ class Reason(StrEnum):
     DRIVER_FAILED = "DriverFailed"
     DRIVER_LOST = "DriverLost"
     CLUSTER_LOST = "ClusterLost"
-    STOPPED = "Stopped"
     DISRUPTED = "Disrupted"
+    DISRUPTIONS_EXHAUSTED = "DisruptionsExhausted"
+    STOPPED = "Stopped"
     RESCALING = "Rescaling"
     NOT_RESCALED = "NotRescaled"
     SCALED = "Scaled"
@@ -133,6 +136,7 @@ class Reason(StrEnum):
     RETRIES_EXHAUSTED = "RetriesExhausted"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     CHECKPOINTS_LOST = "CheckpointsLost"
+    STATUS_REPAIRED = "StatusRepaired"
     RUN_DELETED = "RunDeleted"
     RUN_SUCCEEDED = "RunSucceeded"
     NOT_FINISHED = "NotFinished"
@@ -239,6 +243,11 @@ class JobStatus(Model):
     submission."""
     end_time: Time | None = None
     """When the operator first saw that the attempt had ended or had made its final report."""
+    unknown_since: Time | None = None
+    """Time since which the operator does not know that the driver trains; absent while it knows."""
+    disruption: ShortText = ""
+    """The pod that the platform took from the attempt (drain, eviction, preemption, deletion), and
+    how. Such an attempt ends disrupted, not failed."""
     observed_generation: Annotated[int, Field(ge=0)] | None = None
     """Generation of the run that the driver's settings are from."""
     stop_requested_time: Time | None = None
@@ -247,6 +256,46 @@ class JobStatus(Model):
     report: FinalReport | None = None
     """The driver's final report, once the operator has read it. The reporter may be lost before the
     driver has exited."""
+
+
+class StopCause(StrEnum):
+    """Why a run has to release its pods."""
+
+    SUSPEND = "Suspend"
+    """spec.suspend is true."""
+    CLUSTER_SUSPENDED = "ClusterSuspended"
+    """Another controller, such as a queue, has suspended the RayCluster."""
+    RESCALE = "Rescale"
+    """Other replicas need other pods."""
+    DEADLINE = "Deadline"
+    """activeDeadlineSeconds is over."""
+
+
+class StopStatus(Model):
+    """The stop of a run that has to release its pods."""
+
+    cause: StopCause
+    """Suspend, ClusterSuspended, Rescale or Deadline."""
+    since: Time
+    """Time at which the operator first saw that the run has to stop."""
+
+
+class PodsStatus(Model):
+    """All pods of the run together."""
+
+    ready: bool
+    """True if every pod of every role is ready."""
+    since: Time
+    """Time at which the operator first saw `ready` so."""
+
+
+class ObstacleStatus(Model):
+    """What prevents the objects of the run from being created."""
+
+    reason: Annotated[str, Field(max_length=64)]
+    """Reason of the condition ClusterProvisioned."""
+    since: Time
+    """Time at which the operator first met it."""
 
 
 class CheckpointStatus(Model):
@@ -309,6 +358,14 @@ class AgenticRunStatus(Model):
     failurePolicy.maxRestarts, the run fails."""
     restarted_at_step: Annotated[int, Field(ge=0)] | None = None
     """The furthest step that the run had reached at a restart."""
+    disruptions: Annotated[int, Field(ge=0)] = 0
+    """Number of attempts that the platform ended: drains, evictions, preemptions, lost nodes,
+    deleted pods, a suspended RayCluster. They are no restarts and no failures."""
+    stopping: StopStatus | None = None
+    """Set while the run releases its pods or waits without them."""
+    obstacle: ObstacleStatus | None = None
+    """Set while the objects of the run cannot be created."""
+    pods: PodsStatus | None = None
     startup_timeouts: Annotated[int, Field(ge=0)] = 0
     """Number of times in a row that the pods were not ready within
     failurePolicy.startupDeadlineSeconds and were given back."""

@@ -16,7 +16,7 @@ from agenticrun_api.algorithm import (
 from agenticrun_api.base import Model
 from agenticrun_api.environments import EnvGroups
 from agenticrun_api.pipeline import Pipeline, Record, Staleness
-from agenticrun_api.roles import PodTemplate, WorkerRole
+from agenticrun_api.roles import ElasticRole, PodTemplate, WorkerRole
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.spec import (
     AgenticRunSpec,
@@ -903,6 +903,13 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "spec.checkpoint.volumeClaim.accessMode",
         ((f"{_TRAINER}.nodeSelector", {"pool": "a"}), (f"{_DRIVER}.nodeSelector", {"pool": "b"})),
         ((f"{_TRAINER}.nodeSelector", {"pool": "a"}), (f"{_DRIVER}.nodeSelector", {"disk": "b"})),
+    ),
+    RuleCase(
+        ElasticRole,
+        "minReplicas is larger than replicas",
+        "spec.roles.env.minReplicas",
+        (("spec.roles", {"env": {"replicas": 2, "minReplicas": 3}}),),
+        (("spec.roles", {"env": {"replicas": 3, "minReplicas": 3}}),),
     ),
     *(
         RuleCase(

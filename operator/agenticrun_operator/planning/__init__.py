@@ -1,6 +1,7 @@
 """All decisions of the operator, as pure functions: no I/O, no clock, no client."""
 
-from agenticrun_operator.planning.plan import (
+from agenticrun_operator.planning.plan import plan, plan_unreadable
+from agenticrun_operator.planning.result import (
     Configure,
     Delete,
     JobAction,
@@ -9,7 +10,6 @@ from agenticrun_operator.planning.plan import (
     Stop,
     Submit,
 )
-from agenticrun_operator.planning.planner import plan, plan_unreadable
 
 __all__ = [
     "Configure",

@@ -1,77 +1,303 @@
-"""The output of planning: frozen descriptions of the actions to take."""
+"""Every decision of the operator about one run, as a pure function."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
 
-from agenticrun_api import AgenticRunStatus, LiveConfig
-from agenticrun_operator.resources import Child, Event, Manifest
+from agenticrun_api import AgenticRun, ConditionType, Metadata, Phase, Reason
+from agenticrun_api.load import damaged_control_fields, repair_status
+from agenticrun_api.version import __version__, is_supported
+from agenticrun_operator.errors import ClusterError
+from agenticrun_operator.observed import Observed
+from agenticrun_operator.planning.attempt import Continues, Succeeded, begin, follow
+from agenticrun_operator.planning.children import (
+    Obstacle,
+    delete_cluster,
+    find_obstacle,
+    provision,
+    remove_stuck,
+    report_obstacle,
+    scale,
+)
+from agenticrun_operator.planning.result import (
+    Plan,
+    Result,
+    Said,
+    condition,
+    finish,
+    in_order,
+    text,
+    warning,
+)
+from agenticrun_operator.planning.situation import (
+    Deleted,
+    Ended,
+    Queued,
+    Rescaling,
+    Restarting,
+    Running,
+    Situation,
+    Starting,
+    State,
+    Stopping,
+    WithoutPods,
+    find_rescaling,
+    find_situation,
+    is_damaged,
+    record,
+)
+from agenticrun_operator.planning.stopping import (
+    check_startup,
+    clean_up,
+    conclude,
+    end_deleted,
+    fail,
+    is_stopped,
+    refuse_stop,
+    resume,
+    stop,
+    succeed,
+    wait_in_queue,
+    without_pods,
+)
+from agenticrun_operator.planning.times import format_time
+from agenticrun_operator.resources import Event, Manifest, OperatorKey, WorkerImages
+
+SAFETY_NET_SECONDS = 30.0
+"""Seconds between looks at a run that only waits for watch events, in case one is lost."""
+_PROBLEM_EVENTS = frozenset(
+    {
+        Reason.IMAGE_PULL_FAILED,
+        Reason.MOUNT_FAILED,
+        Reason.UNSCHEDULABLE,
+        Reason.CONTAINER_CRASHED,
+        Reason.CODE_UNAVAILABLE,
+        Reason.PODS_DENIED,
+    }
+)
 
 
-@dataclass(frozen=True)
-class Delete:
-    """An object to delete if it is still the one that was read (same uid)."""
+def plan(
+    run: AgenticRun,
+    observed: Observed,
+    now: datetime,
+    images: WorkerImages,
+    key: OperatorKey,
+    creation_error: ClusterError | None = None,
+    scaling_error: ClusterError | None = None,
+) -> Plan:
+    """Return the plan for one run.
 
-    child: Child
-    uid: str
-    force: bool = False
-    """Remove a pod at once, without the word of its kubelet."""
-
-
-@dataclass(frozen=True)
-class Submit:
-    """Submit the job of `status.job`. Repeating is safe: Ray accepts each submission id once."""
-
-    submission_id: str
-    attempt: int
-    config: LiveConfig | None = None
-    """Settings that have changed since the pods' configuration was written. They reach the reporter
-    before the job is submitted."""
-    replicas: dict[str, int] = field(default_factory=dict)
-    """Replicas by role that may have changed since then. The driver gets them with the job."""
-
-
-@dataclass(frozen=True)
-class Configure:
-    """Send changed settings to the driver. Repeating is safe: the newest generation wins."""
-
-    config: LiveConfig
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Stop a job that still runs although its attempt is over."""
-
-    submission_id: str
-
-
-@dataclass(frozen=True)
-class RequestStop:
-    """Ask the driver of an attempt to save a checkpoint and to end."""
-
-    submission_id: str
-
-
-JobAction = Submit | Configure | RequestStop | Stop
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The actions of one reconciliation, applied in the order of the fields.
-
-    The fields after `status` are applied only once the status is stored (write-ahead).
+    Args:
+        run: the desired state and the last written status.
+        observed: the observed state.
+        now: the current time.
+        images: the worker images of this installation.
+        key: the key of this installation.
+        creation_error: the error that the plan for the same state met when its children were
+            created. The new plan creates nothing.
+        scaling_error: the same for the change of the RayCluster. The new plan does not change it.
     """
+    state = State(run, run.status, observed, now, images, key, creation_error, scaling_error)
+    state = record(_remember_refusal(state))
+    result = Result(fields=_changed(run, state))
+    if is_damaged(run.status):
+        message = "the phase of an ended run was written by somebody else: the run continues"
+        result |= Result(events=(warning(Reason.STATUS_REPAIRED, message),))
+    rescaling = find_rescaling(state)
+    situation = find_situation(state, rescaling)
+    if is_stopped(state) and not isinstance(situation, Deleted | Ended | Stopping | WithoutPods):
+        resumed = resume(state)
+        result |= resumed
+        state = state.with_fields(dict(resumed.fields))
+        situation = find_situation(state, rescaling)
+    result |= _decide(state, situation, rescaling)
+    return finish(run.status, result, run.metadata.generation, now, observed.last_status_write)
 
-    tokens: Manifest | None = None
-    """The Secret with the run's tokens, to create unless it exists. If that is denied while the
-    RayCluster exists, the rest of the plan goes on: a quota also denies what exists already."""
-    create: tuple[Manifest, ...] = ()
-    cluster: Manifest | None = None
-    """The RayCluster with other numbers of pods, to store at the version that was read."""
-    status: AgenticRunStatus | None = None
-    """The status to write; None: no write."""
-    delete: tuple[Delete, ...] = ()
-    events: tuple[Event, ...] = ()
-    job: JobAction | None = None
-    requeue_after: float | None = None
-    """Seconds until the next reconciliation; None: wait for a watch event."""
+
+def _remember_refusal(state: State) -> State:
+    """Return the state with the last refusal of other replicas, until it is time to try again."""
+    refusal = state.observed.scaling_refusal
+    if refusal is None or state.scaling_error or state.wait_to_repeat(refusal[1]) <= 0:
+        return state
+    return replace(state, scaling_error=refusal[0])
+
+
+def _changed(run: AgenticRun, state: State) -> dict[str, Any]:
+    """Return the fields of the status that recording has changed."""
+    before = dict(run.status)
+    return {name: value for name, value in state.status if value is not before[name]}
+
+
+def _decide(state: State, situation: Situation, rescaling: Rescaling) -> Result:
+    """Return what follows from the situation."""
+    match situation:
+        case Deleted():
+            return end_deleted(state)
+        case Ended():
+            return clean_up(state)
+    always = Result(look_after=SAFETY_NET_SECONDS) | _accept(state) | remove_stuck(state)
+    match situation:
+        case Stopping(cause):
+            return always | _report_pods(state) | stop(state, cause)
+        case WithoutPods(cause):
+            return always | without_pods(state, cause)
+        case Queued(until):
+            return always | wait_in_queue(state, until)
+        case Running():
+            return always | _run(state, rescaling)
+        case Starting() | Restarting():
+            return always | _start(state)
+
+
+def _run(state: State, rescaling: Rescaling) -> Result:
+    """Follow an attempt, and keep its objects in order."""
+    result = _report_pods(state)
+    obstacle = find_obstacle(state)
+    result |= provision(state) if obstacle is None else report_obstacle(state, obstacle)
+    result |= _next_deadline(state)
+    match follow(state):
+        case Succeeded(message):
+            return result | succeed(state, message)
+        case Continues(continued):
+            result |= continued
+            if obstacle is None:
+                result |= scale(state, rescaling)
+        case over:
+            result |= conclude(state, over)
+            if "completion_time" in result.fields:
+                return result
+    shown = {"message": text(obstacle.message)} if obstacle else {}
+    return result | Result(fields=shown) | refuse_stop(state)
+
+
+def _start(state: State) -> Result:
+    """Make the run's objects, and begin an attempt when its pods are ready."""
+    obstacle = find_obstacle(state)
+    if obstacle and obstacle.final:
+        return fail(state, obstacle.reason, obstacle.message)
+    result = _next_deadline(state)
+    if obstacle is None:
+        result |= provision(state)
+        state = state.with_fields(dict(result.fields))
+    if obstacle is None or state.status.job or state.cluster:
+        result |= _report_pods(state)
+    if obstacle is None or (state.status.job and not _holds(obstacle)):
+        result |= begin(state)
+    if not state.has_enough_pods:
+        result |= check_startup(state)
+    if obstacle and "completion_time" not in result.fields:
+        result |= report_obstacle(state, obstacle)
+        if obstacle.rebuild:
+            result |= delete_cluster(state)
+    return result
+
+
+def _holds(obstacle: Obstacle) -> bool:
+    """Return True if no attempt may begin although all pods are there."""
+    return obstacle.reason is Reason.CHECKPOINTS_LOST
+
+
+def _next_deadline(state: State) -> Result:
+    limit, start = state.run.spec.active_deadline_seconds, state.status.start_time
+    if limit is None or start is None:
+        return Result()
+    return Result(look_after=max(0.0, limit - state.seconds_since(start)))
+
+
+def _report_pods(state: State) -> Result:
+    """Show the pods of each role, and why not all are ready."""
+    roles = state.roles
+    fields: dict[str, Any] = {"roles": roles.statuses, "pods": state.pods_since}
+    problem = roles.problem
+    starting = state.status.phase is Phase.STARTING
+    if problem is None:
+        number = sum(item.desired for item in roles.statuses)
+        ready = Said(
+            "True",
+            Reason.CODE_DIFFERS if roles.warning else Reason.PODS_READY,
+            roles.warning,
+            event="Warning" if roles.warning else "Normal",
+            event_text=roles.warning or f"all {number} pods are ready",
+            each_message=True,
+        )
+        result = Result(fields=fields, conditions={ConditionType.ROLES_READY: ready})
+        return result | Result(fields={"message": None} if starting else {})
+    said = Said(
+        "False",
+        problem.reason,
+        problem.message,
+        event="Warning" if problem.reason in _PROBLEM_EVENTS else None,
+    )
+    shown = {"message": text(problem.message)} if starting else {}
+    return Result(fields=fields | shown, conditions={ConditionType.ROLES_READY: said})
+
+
+def _accept(state: State) -> Result:
+    """Report if this operator supports the version of the worker image.
+
+    Another version may still train well, so it is only reported.
+    """
+    job = state.status.job
+    version = job.version if job else None
+    if version is None or is_supported(version):
+        said = Said("True", Reason.SPEC_READ, optional=True)
+        return Result(conditions={ConditionType.ACCEPTED: said})
+    message = (
+        f"the worker image has AgenticRun {version}, which operator {__version__} does not "
+        "support: they may be one minor version apart"
+    )
+    said = Said("Unknown", Reason.VERSION_SKEW, message, event="Warning")
+    return Result(conditions={ConditionType.ACCEPTED: said})
+
+
+def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) -> Plan:
+    """Return a plan for a run whose spec this operator cannot read.
+
+    A run that has not started fails: the CRD cannot express every rule. One that has started was
+    readable then, so the CRD is of another version than the operator, or its status was
+    damaged. It may be healthy; the plan reports what is wrong and touches nothing until an operator
+    can read it.
+    """
+    metadata = Metadata.model_validate(document["metadata"])
+    stored = document.get("status") or {}
+    known = repair_status(stored)
+    if metadata.deletion_timestamp or known.phase.finished:
+        return Plan()
+    message = "; ".join(errors)
+    fields: dict[str, Any] = {}
+    started = stored.get("phase", "Pending") != "Pending" or bool(
+        {"job", "startTime", "nextRetryTime"} & stored.keys()
+    )
+    if damaged_control_fields(stored):
+        event = Event(Reason.INVALID_CONFIG, f"status is damaged: {message}"[:1024], "Warning")
+        return Plan(events=(event,))  # a write would lose what is left of these fields
+    if not started:
+        fields = {"phase": Phase.FAILED, "completion_time": format_time(now)}
+        fields["observed_generation"] = metadata.generation
+        said = {
+            ConditionType.PROGRESSING: Said("False", Reason.INVALID_CONFIG, message),
+            ConditionType.FAILED: Said("True", Reason.INVALID_CONFIG, message),
+            ConditionType.COMPLETE: Said("False", Reason.INVALID_CONFIG, message),
+        }
+    else:
+        message = f"this version of the operator cannot read the spec: {message}"
+        said = {
+            ConditionType.ACCEPTED: Said("False", Reason.INVALID_CONFIG, message),
+            ConditionType.PROGRESSING: Said("Unknown", Reason.INVALID_CONFIG, message),
+        }
+    before = {item.type: item for item in known.conditions}
+    after = before | {
+        kind.value: condition(kind, each, now, metadata.generation, before.get(kind.value))
+        for kind, each in said.items()
+    }
+    if before == after:
+        return Plan()
+    fields |= {"message": text(message), "conditions": in_order(after.values())}
+    fields["last_update_time"] = format_time(now)
+    return Plan(
+        status=known.model_copy(update=fields),
+        events=(warning(Reason.INVALID_CONFIG, message),),
+    )

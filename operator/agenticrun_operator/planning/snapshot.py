@@ -1,14 +1,14 @@
-"""Copies a driver's progress snapshot into the status."""
+"""Fields of the status that a driver's progress snapshot gives."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from itertools import islice
+from typing import Any
 
 from agenticrun_api import Activity, AgenticRun, Progress
 from agenticrun_api.status import Metric
 from agenticrun_operator.observed import NoReport, Unreachable
-from agenticrun_operator.planning.draft import Draft
 from agenticrun_operator.planning.times import format_span, format_time, parse_time
 
 STATUS_METRICS = 16
@@ -27,45 +27,41 @@ def own_progress(run: AgenticRun, progress: Progress | NoReport | Unreachable) -
     )
 
 
-def apply_snapshot(draft: Draft, progress: Progress) -> None:
-    """Copy a progress snapshot into the status.
+def snapshot_fields(progress: Progress) -> dict[str, Any]:
+    """Return the fields of the status that a progress snapshot gives.
 
-    The result depends on the snapshot alone, not on the clock, so an unchanged snapshot causes no
-    status write. The numbers of a driver that is starting or could not start (max_steps is 0) have
-    no meaning yet: it has not read the checkpoint it resumes from. The last attempt's numbers stay.
+    They depend on the snapshot alone, not on the clock, so an unchanged snapshot causes no status
+    write. The numbers of a driver that is starting or could not start (max_steps is 0) have no
+    meaning yet: it has not read the checkpoint it resumes from. The last attempt's numbers stay.
     """
-    job = draft.status.job
-    if job and progress.version:
-        draft.set(job=job.model_copy(update={"version": progress.version}))
+    no_end: dict[str, Any] = {"eta": None, "estimated_completion_time": None}
     if progress.activity is Activity.STARTING or progress.max_steps == 0:
-        draft.set(activity=progress.activity.value, eta=None, estimated_completion_time=None)
-        return
-    draft.set(
-        step=progress.step,
-        max_steps=progress.max_steps,
-        progress=f"{progress.step}/{progress.max_steps}",
-        policy_version=progress.policy_version,
-        activity=progress.activity.value,
-        reward=_number(progress.reward, "{:.3f}"),
-        tokens_per_second=_number(progress.tokens_per_second, "{:.0f}"),
-        staleness=_number(progress.staleness, "{:.2f}"),
-        last_step_time=format_time(parse_time(progress.last_step_time))
+        return {"activity": progress.activity.value} | no_end
+    fields: dict[str, Any] = {
+        "step": progress.step,
+        "max_steps": progress.max_steps,
+        "progress": f"{progress.step}/{progress.max_steps}",
+        "policy_version": progress.policy_version,
+        "activity": progress.activity.value,
+        "reward": _number(progress.reward, "{:.3f}"),
+        "tokens_per_second": _number(progress.tokens_per_second, "{:.0f}"),
+        "staleness": _number(progress.staleness, "{:.2f}"),
+        "last_step_time": format_time(parse_time(progress.last_step_time))
         if progress.last_step_time
         else None,
-        metrics=[
+        "metrics": [
             Metric(name=name, value=f"{value:.6g}")
             for name, value in sorted(islice(progress.metrics.items(), STATUS_METRICS))
         ],
-    )
+    }
     if progress.checkpoint:
-        draft.set(checkpoint=progress.checkpoint)
+        fields["checkpoint"] = progress.checkpoint
     remaining = progress.max_steps - progress.step
     if progress.seconds_per_step is None or progress.last_step_time is None or remaining <= 0:
-        draft.set(eta=None, estimated_completion_time=None)
-        return
+        return fields | no_end
     seconds = min(remaining * progress.seconds_per_step, timedelta(days=3650).total_seconds())
     end = parse_time(progress.last_step_time) + timedelta(seconds=seconds)
-    draft.set(eta=format_span(seconds), estimated_completion_time=format_time(end))
+    return fields | {"eta": format_span(seconds), "estimated_completion_time": format_time(end)}
 
 
 def _number(value: float | None, template: str) -> str | None:

@@ -1,115 +1,455 @@
-"""Asking a driver to stop, and when to give it up.
+"""Runs that release their pods: suspended, rescaled, given back, ended, deleted.
 
 A driver that is asked to stop ends its step, saves a checkpoint and exits. Its time runs from the
-moment at which its reporter took the request, never from when somebody wanted it: an operator that
+moment at which its reporter took the request, not from when it was first wanted: an operator that
 was away, or a reporter that does not answer, must not cost a step.
+
+An attempt that ends for a stop is no restart and no failure. It is over like one that waits for
+its next restart, so that a run that is resumed, at any moment, continues as after a restart.
+
+Kubernetes places pods one by one. So two runs can each hold a part of the GPUs that both need, and
+wait for the rest forever. At the startup deadline a run gives its pods back and queues: it tries
+again after a wait that doubles each time. The wait differs between runs (jitter by the run's uid),
+so that one of them finds all GPUs free.
 """
 
 from __future__ import annotations
 
-from datetime import datetime
+import random
+from datetime import datetime, timedelta
+from typing import Any
 
-from agenticrun_api import Activity, ConditionType, Progress, Role
-from agenticrun_operator.observed import Observed
-from agenticrun_operator.planning.draft import Draft
-from agenticrun_operator.planning.plan import Configure, JobAction, RequestStop
-from agenticrun_operator.planning.times import format_time, parse_time
+from agenticrun_api import Activity, ConditionType, Phase, Reason, Role
+from agenticrun_api.names import KIND
+from agenticrun_api.status import StopCause
+from agenticrun_operator.observed import Job, NoJob
+from agenticrun_operator.planning.attempt import (
+    EXIT_SECONDS,
+    POLL_SECONDS,
+    UNREACHABLE_SECONDS,
+    Continues,
+    Over,
+    Succeeded,
+    end,
+    follow,
+    log_tail,
+    request,
+    restart,
+    stop_job,
+    summarize,
+)
+from agenticrun_operator.planning.children import delete_cluster
+from agenticrun_operator.planning.result import (
+    Delete,
+    RequestStop,
+    Result,
+    Said,
+    note,
+    text,
+    warning,
+)
+from agenticrun_operator.planning.situation import Cause, State, kept_pods, stop_status
+from agenticrun_operator.planning.times import (
+    backoff_seconds,
+    format_span,
+    format_time,
+    parse_time,
+)
+from agenticrun_operator.resources import CLAIM_KIND, Child, claim_name, is_deleting, storage_of
 
-UNREACHABLE_SECONDS = 120.0
-"""Time for a head that does not answer to say what its attempt does, or to take a request."""
 MAX_STEP_SECONDS = 1800.0
 """Longest time that a driver gets to end its step, or to save, before its grace period begins."""
 SAVE_SILENCE_SECONDS = 300.0
 """Time without a snapshot that a driver may spend on saving a checkpoint."""
 _SAVES = (Activity.STOPPING, Activity.CHECKPOINT, Activity.VALIDATION)
+FIRST_WAIT_SECONDS = 60.0
+"""Longer than the pods of another run need to be placed, and shorter than people are patient."""
+MAX_WAIT_SECONDS = 900.0
+_ERRORS_OF_THE_RUN = (
+    Reason.IMAGE_PULL_FAILED,
+    Reason.CONTAINER_CRASHED,
+    Reason.CODE_UNAVAILABLE,
+)
+"""Problems that a run has on every node, so that another try does not help."""
 
 
-def request_stop(draft: Draft, observed: Observed, since: datetime) -> None:
-    """Ask the driver to stop, unless it has the request or something else is to be done first."""
-    job = draft.status.job
-    assert job is not None
-    if draft.job is None and job.report is None:
-        request(draft, observed, RequestStop(job.submission_id), since)
+# -- stop an attempt -------------------------------------------------------------------------------
 
 
-def request(
-    draft: Draft,
-    observed: Observed,
-    action: Configure | RequestStop,
-    since: datetime | None = None,
-) -> None:
-    """Send a request to the driver, which may take a whole step to follow it.
+def stop(state: State, cause: Cause) -> Result:
+    """Let the driver save a checkpoint, then release the pods.
 
-    It is repeated after a while only, in case the reporter has lost it.
-
-    Args:
-        draft: the draft.
-        observed: the observed state.
-        action: the request.
-        since: when the request was first wanted; one that was sent before is an earlier one.
+    What the driver reports in between counts: the run may succeed, or fail for good.
     """
-    last, sent_at = observed.last_action or (None, None)
-    sent = last == action and sent_at is not None and (since is None or sent_at >= since)
-    if draft.may_repeat(sent_at if sent else None) and may_act(draft, observed, action):
-        draft.job = action
+    known = Result(fields={"stopping": stop_status(cause)})
+    state = state.with_fields(dict(known.fields))
+    if isinstance(state.observed.job, NoJob) and not state.job.status:  # Ray has not got it
+        return known | _release(state, cause, Over(cause.done, "the attempt has not begun"))
+    match follow(state):
+        case Succeeded(message):
+            return succeed(state, message)
+        case Over(retryable=False) as over:
+            return fail(state, over.reason, over.message) | log_tail(state)
+        case Over() as over:
+            released = _release(state, cause, over)
+            if not (over.stopped or over.disruption):
+                released |= Result(events=(warning(over.reason, summarize(state, over)),))
+            return known | released
+        case Continues(result):
+            if _is_given_up(state, cause):
+                late = "the driver has not stopped in time; its pods are deleted"
+                event = Result(events=(warning(cause.done, late),))
+                return known | event | _release(state, cause, Over(cause.done, late))
+            asked = Result()
+            if state.job.report is None:
+                asked = request(state, RequestStop(state.job.submission_id), cause.since)
+            return known | result | asked | _report_stop(cause)
 
 
-def may_act(draft: Draft, observed: Observed, action: JobAction) -> bool:
-    """Return True unless the head refused such an action last, and it is too early to repeat."""
-    trouble = observed.job_trouble
-    return (
-        trouble is None
-        or not isinstance(action, type(trouble.action))
-        or draft.now >= trouble.retry_at
+def _release(state: State, cause: Cause, over: Over) -> Result:
+    """End the attempt, and release its pods."""
+    ended = end(state, over)
+    return without_pods(state.with_fields(dict(ended.fields)), cause) | ended
+
+
+def _report_stop(cause: Cause) -> Result:
+    saves = "the driver saves a checkpoint, then the pods go"
+    if cause.kind is StopCause.DEADLINE:
+        message = f"{cause.text}: the driver saves a checkpoint"
+        return Result(fields={"message": message}, look_after=POLL_SECONDS)
+    return _being_suspended(cause, saves)
+
+
+def _being_suspended(cause: Cause, message: str) -> Result:
+    message = f"{cause.text}: {message}"
+    return Result(
+        fields={"phase": Phase.SUSPENDING, "message": text(message)},
+        conditions={
+            ConditionType.SUSPENDED: Said("Unknown", cause.reason, message, event="Normal")
+        },
+        look_after=POLL_SECONDS,
     )
 
 
-def is_out_of_time(
-    draft: Draft, observed: Observed, progress: Progress | None, since: datetime
-) -> bool:
-    """Return True if the driver has had the time to stop, or nobody can ask it.
+def _is_given_up(state: State, cause: Cause) -> bool:
+    """Return True if the driver has had the time to stop, or cannot be asked.
 
-    It gets the time to end its step, and then its grace period to save a checkpoint. A driver that
-    says that it saves one gets longer.
-
-    Args:
-        draft: the draft.
-        observed: the observed state.
-        progress: the attempt's snapshot, or None if there is none now.
-        since: when the stop was first wanted.
+    It gets the time to end its step, and then its grace period to save a checkpoint. The deadline
+    is extended while the driver reports that it is saving one. A driver that stops for other
+    replicas is never given up: no other work needs its pods.
     """
-    asked = _asked_at(draft, observed, since)
-    if asked is None:
-        trouble = observed.job_trouble
+    if cause.kind is StopCause.RESCALE:
+        return False
+    asked = state.job.stop_requested_time
+    if asked is None or parse_time(asked) < cause.since:
+        trouble = state.observed.job_trouble
         if trouble is None or not isinstance(trouble.action, RequestStop):
             return False
-        return (draft.now - max(trouble.since, since)).total_seconds() >= UNREACHABLE_SECONDS
-    waited = (draft.now - asked).total_seconds()
-    grace = draft.run.spec.grace_seconds(Role.DRIVER)
+        return state.seconds_since(max(trouble.since, cause.since)) >= UNREACHABLE_SECONDS
+    waited, progress = state.seconds_since(asked), state.progress
+    grace = state.run.spec.grace_seconds(Role.DRIVER)
     if progress is None:
-        return waited > grace and _seconds_unknown(draft) >= UNREACHABLE_SECONDS
+        unknown = state.seconds_since(state.job.unknown_since)
+        return waited > grace and unknown >= UNREACHABLE_SECONDS
     step = progress.seconds_per_step or 0.0
     if progress.activity in _SAVES and (progress.silent_seconds or 0.0) <= SAVE_SILENCE_SECONDS:
         step = MAX_STEP_SECONDS
     return waited > grace + min(step, MAX_STEP_SECONDS)
 
 
-def _asked_at(draft: Draft, observed: Observed, since: datetime) -> datetime | None:
-    """Return when the reporter took the request, which status.job keeps; None: not yet."""
-    job = draft.status.job
-    assert job is not None
-    if job.stop_requested_time and parse_time(job.stop_requested_time) >= since:
-        return parse_time(job.stop_requested_time)
-    last, sent_at = observed.last_action or (None, None)
-    if last != RequestStop(job.submission_id) or sent_at is None or sent_at < since:
-        return None
-    draft.update_job(stop_requested_time=format_time(sent_at))
-    return sent_at
+# -- without pods ----------------------------------------------------------------------------------
 
 
-def _seconds_unknown(draft: Draft) -> float:
-    """Return for how long it is not known that the driver trains."""
-    training = draft.find(ConditionType.TRAINING)
-    if training is None or training.status == "True":
-        return 0.0
-    return (draft.now - parse_time(training.last_transition_time)).total_seconds()
+def without_pods(state: State, cause: Cause) -> Result:
+    """Release the pods of a run that has no attempt, and wait until it is resumed."""
+    if cause.kind is StopCause.DEADLINE:
+        return exceed_deadline(state)
+    known = Result(fields={"stopping": stop_status(cause), "startup_timeouts": 0})
+    said = Said("False", cause.done, cause.text, optional=True, keep_reason=True)
+    known |= Result(conditions=dict.fromkeys((ConditionType.TRAINING, ConditionType.STALLED), said))
+    if cause.kind is not StopCause.RESCALE:
+        known |= Result(fields={"start_time": None})
+    message = f"{cause.text}; {_way_out(state, cause)}"
+    released = _no_pods(state, cause.done, cause.text)
+    if cause.kind is not StopCause.CLUSTER_SUSPENDED:
+        released |= delete_cluster(state)
+    uid = state.run.metadata.uid
+    there = state.cluster and cause.kind is not StopCause.CLUSTER_SUSPENDED
+    if there or any(pod.run_uid == uid for pod in state.observed.pods):
+        return known | released | _being_suspended(cause, f"the pods are being deleted; {message}")
+    return (
+        known
+        | released
+        | Result(
+            fields={"phase": Phase.SUSPENDED, "message": text(message)},
+            conditions={ConditionType.SUSPENDED: Said("True", cause.done, message, event="Normal")},
+        )
+    )
+
+
+def _way_out(state: State, cause: Cause) -> str:
+    """Return what ends the stop, and how the run continues then."""
+    if cause.kind is StopCause.RESCALE:
+        return f"with new pods, the run {way_on(state)}"
+    if cause.kind is StopCause.CLUSTER_SUSPENDED:
+        return f"when it is released, the run {way_on(state)}"
+    return f"set it to false, and the run {way_on(state)}"
+
+
+def way_on(state: State) -> str:
+    """Return from where the run continues, as a predicate."""
+    saved = state.status.checkpoint
+    if state.status.job is None:
+        return "starts from the beginning"
+    if saved and state.claim_lost:
+        claim = claim_name(state.run)
+        return f"cannot continue: volume claim {claim} was deleted, and its checkpoints with it"
+    if saved:
+        return f"resumes from the checkpoint of step {saved.step}"
+    if storage_of(state.run) is None:
+        return "starts again at step 0: it saves no checkpoints"
+    return "starts again: it has saved no checkpoint yet"
+
+
+def _no_pods(state: State, reason: Reason, message: str) -> Result:
+    """Report that the run holds no pods."""
+    nothing = {"ready": 0, "joining": 0, "leaving": 0, "message": ""}
+    said = Said("False", reason, message)
+    return Result(
+        fields={"roles": [item.model_copy(update=nothing) for item in state.status.roles]},
+        conditions={ConditionType.CLUSTER_PROVISIONED: said, ConditionType.ROLES_READY: said},
+    )
+
+
+def is_stopped(state: State) -> bool:
+    """Return True if the run is stopped, or about to be."""
+    return bool(state.status.stopping) or state.status.phase in (Phase.SUSPENDING, Phase.SUSPENDED)
+
+
+def resume(state: State) -> Result:
+    """Let a run continue that no longer has to release its pods."""
+    before, job = state.status.stopping, state.status.job
+    fields: dict[str, Any] = {"stopping": None, "pods": None, "message": None}
+    if before and before.cause is StopCause.DEADLINE:  # it was extended
+        return Result(fields=fields | {"pods": state.status.pods})
+    if state.has_attempt:
+        running = job is not None and job.status == "RUNNING"
+        fields |= {"phase": Phase.RUNNING if running else Phase.STARTING, "pods": state.status.pods}
+        message = "the attempt continues; if its driver has begun to stop, it is restarted"
+    else:
+        now = format_time(state.now)
+        fields |= {
+            "phase": Phase.STARTING if job else Phase.PENDING,
+            "next_retry_time": now if job else None,
+        }
+        message = f"the run {way_on(state)}"
+    return Result(
+        fields=fields,
+        conditions={ConditionType.SUSPENDED: Said("False", Reason.RESUMED, "")},
+        events=(note(Reason.RESUMED, message),),
+    )
+
+
+# -- the startup deadline --------------------------------------------------------------------------
+
+
+def check_startup(state: State) -> Result:
+    """Give the pods back or fail the run if its pods are not ready in time.
+
+    A run that has trained before never fails here: its images and containers did work.
+    """
+    since, problem = state.waiting_since, state.roles.problem
+    if since is None or problem is None:
+        return Result()
+    limit = state.run.spec.failure_policy.startup_deadline_seconds
+    left = limit - state.seconds_since(since)
+    if left > 0:
+        return Result(look_after=left)
+    late = f"the pods were not ready within {format_span(limit)}: {problem.message}"
+    if state.status.job is None and problem.reason in _ERRORS_OF_THE_RUN:
+        return fail(state, Reason.STARTUP_DEADLINE_EXCEEDED, late)
+    return _give_back(state, late)
+
+
+def _give_back(state: State, late: str) -> Result:
+    timeouts = state.status.startup_timeouts + 1
+    wait = backoff_seconds(timeouts - 1, FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS)
+    wait *= random.Random(f"{state.run.metadata.uid}/{timeouts}").uniform(0.5, 1.5)
+    message = f"{late}; they are given back, and the run tries again (time {timeouts + 1})"
+    told = warning(Reason.STARTUP_DEADLINE_EXCEEDED, f"{message} in {format_span(wait)}")
+    fields = {
+        "phase": Phase.PENDING,
+        "message": text(message),
+        "startup_timeouts": timeouts,
+        "next_retry_time": format_time(state.now + timedelta(seconds=wait)),
+    }
+    if state.status.job is None:
+        fields["start_time"] = None
+    return (
+        Result(fields=fields, events=(told,), look_after=wait)
+        | _no_pods(state, Reason.STARTUP_DEADLINE_EXCEEDED, message)
+        | delete_cluster(state)
+    )
+
+
+def wait_in_queue(state: State, until: datetime) -> Result:
+    """Delete the RayCluster, should it still be there, and wait."""
+    return delete_cluster(state) | Result(look_after=-state.seconds_since(until))
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def conclude(state: State, over: Over) -> Result:
+    """Restart a run whose attempt is over, or fail it."""
+    if not over.retryable:
+        return fail(state, over.reason, over.message) | log_tail(state)
+    result, failure = restart(state, over)
+    if failure:
+        return result | fail(state, failure.reason, failure.message) | log_tail(state)
+    if over.rebuild:
+        result |= delete_cluster(state, f"the RayCluster is built again: {over.rebuild}")
+    return result
+
+
+def succeed(state: State, message: str) -> Result:
+    """End the run as succeeded."""
+    reason = Reason.RUN_SUCCEEDED
+    return _finish(state, Phase.SUCCEEDED, reason, message) | Result(
+        conditions={
+            ConditionType.COMPLETE: Said("True", reason, message),
+            ConditionType.FAILED: Said("False", reason),
+        },
+        events=(note(reason, message),),
+    )
+
+
+def fail(state: State, reason: Reason | str, message: str) -> Result:
+    """End the run as failed."""
+    return _finish(state, Phase.FAILED, reason, message) | Result(
+        fields={"activity": None},
+        conditions={
+            ConditionType.FAILED: Said("True", reason, message),
+            ConditionType.COMPLETE: Said("False", reason),
+        },
+        events=(warning(reason, message),),
+    )
+
+
+def _finish(state: State, phase: Phase, reason: Reason | str, message: str) -> Result:
+    said = {
+        ConditionType.TRAINING: Said("False", reason),
+        ConditionType.STALLED: Said("False", reason, optional=True),
+        ConditionType.SUSPENDED: Said("False", reason, "the run has ended", optional=True),
+    }
+    if state.cluster is None:
+        gone = Said("False", Reason.CLUSTER_DELETED, "the run has ended")
+        said |= {ConditionType.CLUSTER_PROVISIONED: gone, ConditionType.ROLES_READY: gone}
+    return Result(
+        fields={
+            "phase": phase,
+            "message": text(message),
+            "completion_time": format_time(state.now),
+            "eta": None,
+            "estimated_completion_time": None,
+            "next_retry_time": None,
+            "stopping": None,
+            "obstacle": None,
+        },
+        conditions=said,
+        look_after=1.0,
+    )
+
+
+def exceed_deadline(state: State) -> Result:
+    """End the run because it has been active for too long."""
+    limit = format_span(state.run.spec.active_deadline_seconds or 0)
+    saved = state.status.checkpoint
+    kept = f"the newest checkpoint is of step {saved.step}" if saved else "there is no checkpoint"
+    message = f"the run was active for longer than {limit} (activeDeadlineSeconds); {kept}"
+    return fail(state, Reason.DEADLINE_EXCEEDED, message)
+
+
+def clean_up(state: State) -> Result:
+    """Delete a finished run's RayCluster if spec.cleanup says so, and the run after its TTL."""
+    run, status = state.run, state.status
+    assert status.completion_time is not None
+    ended = state.seconds_since(status.completion_time)
+    cleanup = run.spec.cleanup
+    policy = cleanup.on_success if status.phase is Phase.SUCCEEDED else cleanup.on_failure
+    result = _follow_exit(state, ended)
+    if state.observed.kuberay_missing:
+        # The RayCluster may be there when KubeRay's CRDs are back.
+        result |= Result(look_after=10.0)
+    elif policy == "Delete":
+        result |= _cluster_deleted(state, "the run has finished")
+        exiting = isinstance(state.observed.job, Job) and state.observed.job.live
+        if not exiting or ended >= EXIT_SECONDS:
+            result |= delete_cluster(state)
+    if (ttl := run.spec.ttl_seconds_after_finished) is None:
+        return result
+    if ttl > ended:
+        return result | Result(look_after=ttl - ended)
+    return result | Result(delete=(Delete(Child(KIND, run.metadata.name), run.metadata.uid),))
+
+
+def end_deleted(state: State) -> Result:
+    """Release the pods of a deleted run that a finalizer holds.
+
+    With `--cascade=foreground`, garbage collection deletes the RayCluster first and the run last.
+    With `--cascade=orphan`, the user wants to keep the children. With a finalizer of others,
+    garbage collection would delete the pods only after the run, which no longer needs them.
+    """
+    finalizers = state.run.metadata.finalizers
+    if "orphan" in finalizers:
+        return Result()
+    held = ", ".join(finalizers) or "the apiserver"
+    message = f"the run is being deleted, and its pods with it; {held} still holds it"
+    result = Result(
+        fields={"message": text(message)},
+        conditions={
+            ConditionType.TRAINING: Said("False", Reason.RUN_DELETED, message),
+            ConditionType.PROGRESSING: Said("False", Reason.RUN_DELETED, message, event="Normal"),
+        },
+    )
+    if "foregroundDeletion" in finalizers:
+        return result
+    return result | delete_cluster(state) | _cluster_deleted(state, "the run is being deleted")
+
+
+def _follow_exit(state: State, ended: float) -> Result:
+    """Follow the driver's job to its end after the final report, which has ended the run."""
+    seen = state.observed.job
+    if state.status.job is None or not isinstance(seen, Job):
+        return Result()
+    if seen.live:
+        late = ended >= EXIT_SECONDS
+        stopped = stop_job(state, state.job.submission_id) if late else Result()
+        return stopped | Result(look_after=2.0)
+    return log_tail(state) if state.status.phase is Phase.FAILED else Result()
+
+
+def _cluster_deleted(state: State, why: str) -> Result:
+    """Report that the RayCluster is gone, once it is."""
+    cluster = state.observed.child("RayCluster", state.name)
+    if cluster is not None and not is_deleting(cluster):
+        return Result()
+    gone = Said("False", Reason.CLUSTER_DELETED, why)
+    words = f"deleted RayCluster {state.name}: {why}"
+    told = Said("False", Reason.CLUSTER_DELETED, why, event="Normal", event_text=words)
+    return _no_pods(state, Reason.CLUSTER_DELETED, why) | Result(
+        conditions={ConditionType.CLUSTER_PROVISIONED: told, ConditionType.ROLES_READY: gone}
+    )
+
+
+def refuse_stop(state: State) -> Result:
+    """Report that the pods stay although spec.suspend is true: they hold the only copy of data."""
+    if not (state.run.spec.suspend and kept_pods(state)):
+        return Result()
+    message = (
+        f"spec.suspend is true, but the run keeps its pods: volume claim {claim_name(state.run)} "
+        f"({CLAIM_KIND}) was deleted, and its checkpoints are lost when they end. Copy them first, "
+        "then delete the run"
+    )
+    said = Said("False", Reason.CHECKPOINTS_LOST, message, event="Warning")
+    return Result(fields={"message": message}, conditions={ConditionType.SUSPENDED: said})

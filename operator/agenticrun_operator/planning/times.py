@@ -16,13 +16,13 @@ def parse_time(text: str) -> datetime:
 
 
 def format_span(seconds: float) -> str:
-    """Return a duration with at most two units: `45s`, `12m`, `3h20m`, `2d4h`."""
+    """Return a duration with at most two units: `45s`, `12m`, `1m30s`, `3h20m`, `2d4h`."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole}s"
     minutes, hours, days = whole // 60, whole // 3600, whole // 86_400
     if hours < 1:
-        return f"{minutes}m"
+        return f"{minutes}m{whole % 60}s" if whole % 60 else f"{minutes}m"
     if days < 1:
         return f"{hours}h{minutes % 60}m"
     return f"{days}d{hours % 24}h"

@@ -254,7 +254,8 @@ class AnyOrder(RuleBasedStateMachine):
     def restarts_are_bounded_and_counted(self) -> None:
         status = self.world.status
         assert status.failures_without_progress <= MAX_RESTARTS + 1
-        assert len(self.world.jobs) <= status.restarts + 1 + self.suspensions
+        begun = status.restarts + status.disruptions + 1 + self.suspensions
+        assert len(self.world.jobs) <= begun
 
     @invariant()
     def the_end_is_final(self) -> None:

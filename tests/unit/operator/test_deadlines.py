@@ -240,7 +240,7 @@ async def test_at_the_deadline_the_driver_is_asked_to_save_and_the_run_fails() -
     assert phase(world) is Phase.FAILED
     failed = condition(world, ConditionType.FAILED)
     assert failed.reason == "DeadlineExceeded"
-    assert "longer than 1m (activeDeadlineSeconds)" in failed.message
+    assert "longer than 1m40s (activeDeadlineSeconds)" in failed.message
     assert world.status.restarts == 0
     assert ("RayCluster", NAME) not in world.objects
 

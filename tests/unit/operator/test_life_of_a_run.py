@@ -76,7 +76,7 @@ async def test_pods_with_different_commits_of_a_branch_that_moved_are_reported_o
     for _ in range(3):
         await operator.settle(2)
     ready = condition(world, ConditionType.ROLES_READY)
-    assert (ready.status, ready.reason) == ("True", "PodsReady")
+    assert (ready.status, ready.reason) == ("True", "CodeDiffers")
     assert "pods have different commits of spec.code.git: " in ready.message
     assert {"aaaaaaaaaaaa (", "bbbbbbbbbbbb ("} <= {word + " (" for word in ready.message.split()}
     assert happened(world).count("CodeDiffers") == 1
@@ -566,18 +566,21 @@ async def test_a_wrong_image_can_be_corrected_until_the_first_attempt(
     assert {role.image for role in world.status.roles} == {IMAGE}
 
 
-async def test_a_replaced_head_costs_a_restart_and_ends_in_a_new_attempt(
+async def test_a_deleted_head_is_a_disruption_and_ends_in_a_new_attempt(
     world: World, operator: Operator
 ) -> None:
     await training(operator)
     world.delete_pod(Role.DRIVER)
     await operator.reconcile()
     assert phase(world) is Phase.RESTARTING
-    assert "ClusterLost" in happened(world)
+    assert "Disrupted" in happened(world)
+    assert (world.status.restarts, world.status.disruptions) == (0, 1)
+    assert world.status.failures_without_progress == 0
     world.now += timedelta(seconds=11)
     await operator.settle(3)
     assert [job.attempt for job in world.jobs] == [1, 2]
     assert world.status.job is not None
+    assert world.status.job.disruption == ""
     assert world.status.job.incarnation == world.incarnation()
 
 
@@ -1126,7 +1129,7 @@ async def test_a_stray_pod_with_our_label_changes_nothing(
     assert phase(world) is Phase.SUCCEEDED
 
 
-async def test_a_failure_is_counted_while_a_quota_denies_the_next_cluster(
+async def test_a_disruption_is_counted_while_a_quota_denies_the_next_cluster(
     world: World, operator: Operator
 ) -> None:
     await training(operator)
@@ -1134,8 +1137,8 @@ async def test_a_failure_is_counted_while_a_quota_denies_the_next_cluster(
     world.collect_garbage()
     world.create_errors["RayCluster"] = Denied("exceeded quota: no more RayClusters")
     await operator.settle(3)
-    assert (phase(world), world.status.restarts) == (Phase.RESTARTING, 1)
-    assert happened(world).count("ClusterLost") == 1
+    assert (phase(world), world.status.disruptions) == (Phase.RESTARTING, 1)
+    assert happened(world).count("Disrupted") == 1
     denial = condition(world, ConditionType.CLUSTER_PROVISIONED)
     assert (denial.status, denial.message) == ("False", "exceeded quota: no more RayClusters")
     assert world.status.message == "exceeded quota: no more RayClusters"

@@ -11,7 +11,7 @@ from agenticrun_api import ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import KIND
 from agenticrun_operator.cluster import Denied
 from agenticrun_operator.observed import Incarnation, Pod
-from agenticrun_operator.planning.lost_pods import joined_earlier_head
+from agenticrun_operator.planning.pods import joined_earlier_head
 from operator_world import NAME, Operator, World, condition, happened, training
 
 
@@ -46,8 +46,9 @@ async def test_a_run_whose_head_is_on_a_lost_node_says_so_at_once_and_resumes_on
     assert [job.attempt for job in world.jobs] == [1, 2]
     world.drive(2)
     await operator.settle(2)
-    assert (world.status.phase, world.status.restarts) == (Phase.RUNNING, 1)
-    assert happened(world).count("NodeLost") == 2, "the attempt is lost; the pod is removed"
+    assert (world.status.phase, world.status.disruptions) == (Phase.RUNNING, 1)
+    assert happened(world).count("Disrupted") == 1, "the attempt is lost"
+    assert happened(world).count("NodeLost") == 1, "the pod is removed"
 
 
 async def test_a_node_that_comes_back_in_time_costs_nothing(
@@ -95,6 +96,7 @@ async def test_the_crash_of_the_operator_between_the_decision_and_the_deletion_c
     await training(operator)
     first = cluster_uid(world)
     world.lose_node(Role.DRIVER)
+    await operator.reconcile()
     world.now += timedelta(seconds=130)
     world.interruption = ("wrote status", world.crash)
     await operator.reconcile()

@@ -87,7 +87,7 @@ async def test_a_run_whose_cluster_went_with_the_crd_resumes_when_the_crd_is_bac
     world.delete_cluster()
     world.collect_garbage()
     await operator.settle(20)
-    assert (world.status.phase, world.status.restarts) == (Phase.RESTARTING, 1)
+    assert (world.status.phase, world.status.disruptions) == (Phase.RESTARTING, 1)
     assert "install KubeRay" in (world.status.message or "")
     world.kuberay_missing = False
     world.now += timedelta(seconds=20)

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from agenticrun_api import ConditionType, Phase
-from agenticrun_operator.planning.draft import Draft
+from agenticrun_api import ConditionType, Phase, Role
+from agenticrun_operator.planning.result import Result, Said, finish
 from operator_world import Operator, World, condition, training
 from tiny_runs import tiny_run
 
@@ -53,11 +53,11 @@ def test_it_is_true_unless_the_run_stands_still(
     others: list[tuple[ConditionType, str, str]],
     expected: str | tuple[str, str],
 ) -> None:
-    draft = Draft(tiny_run(), NOW)
-    draft.phase(phase)
-    for kind, status, reason in others:
-        draft.condition(kind, status, reason, f"why {reason}")  # type: ignore[arg-type]
-    plan = draft.finish(None)
+    said = {
+        kind: Said(status, reason, f"why {reason}")  # type: ignore[arg-type]
+        for kind, status, reason in others
+    }
+    plan = finish(tiny_run().status, Result({"phase": phase}, said), 1, NOW, None)
     assert plan.status is not None
     found = next(item for item in plan.status.conditions if item.type == "Progressing")
     if isinstance(expected, str):  # the reason is that of the last condition
@@ -66,6 +66,18 @@ def test_it_is_true_unless_the_run_stands_still(
     assert found.message == (f"why {found.reason}" if others else "")
     types = [item.type for item in plan.status.conditions]
     assert types == [kind.value for kind in ConditionType if kind.value in types]
+
+
+async def test_a_run_whose_only_env_pod_is_gone_stands_still_and_says_why(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.delete_pod(Role.ENV)
+    await operator.reconcile()
+    summary = condition(world, C.PROGRESSING)
+    assert (summary.status, summary.reason) == ("False", "PodsPending")
+    assert world.status.phase is Phase.RUNNING
+    assert "no step can end: env: 0 of 1 pods ready" in (world.status.message or "")
 
 
 async def test_it_follows_a_run_to_its_end(world: World, operator: Operator) -> None:

@@ -116,7 +116,7 @@ async def test_pods_go_only_when_the_driver_has_emptied_them() -> None:
     assert group(world, Role.ENV)["scaleStrategy"] == {"workersToDelete": [emptied]}
     (told,) = [event.message for event in world.events if event.reason == "Scaled"]
     assert told == (
-        "roles.env.replicas changed from 2 to 1, and the run goes on; these pods are removed: "
+        "roles.env.replicas changed from 2 to 1, and the run continues; these pods are removed: "
         f"{emptied}"
     )
     assert is_undisturbed(world)

@@ -104,7 +104,9 @@ async def test_a_run_that_trains_saves_gives_its_pods_back_and_resumes_without_a
     await operator.settle(2)
     found = condition(world, ConditionType.SUSPENDED)
     assert (found.status, found.reason) == ("False", "Resumed")
-    assert "step 1" in found.message
+    assert found.message == "", "what it resumed from is history"
+    (resumed,) = [event.message for event in world.events if event.reason == "Resumed"]
+    assert resumed == "the run resumes from the checkpoint of step 1"
     assert (world.status.phase, world.status.step) == (Phase.RUNNING, 1)
     assert (world.status.restarts, world.status.failures_without_progress) == (0, 0)
     said = happened(world)
@@ -575,8 +577,8 @@ async def test_a_suspended_run_can_be_deleted() -> None:
     world.run["metadata"]["finalizers"] = ["example.com/slow"]
     world.delete_run()
     await operator.settle(2)
-    assert world.status.phase is Phase.FAILED
-    assert condition(world, ConditionType.FAILED).reason == "RunDeleted"
+    assert world.status.phase is Phase.SUSPENDED
+    assert condition(world, ConditionType.PROGRESSING).reason == "RunDeleted"
 
 
 async def test_a_finished_run_is_not_suspended() -> None:
@@ -706,6 +708,7 @@ async def test_a_driver_is_never_given_up_for_other_replicas() -> None:
     ("change", "fields", "why"),
     [
         (("spec.checkpoint", {"none": True}), {"version": __version__}, "no checkpoints"),
+        (("spec.seed", None), {"step": 0}, "no step yet"),
     ],
 )
 async def test_a_run_that_would_lose_what_it_has_learnt_keeps_its_pods(

@@ -161,7 +161,7 @@ async def test_an_operator_with_another_key_says_so_and_touches_nothing(
     await other.settle(3)
     assert world.status.phase is Phase.RUNNING
     assert (told(world).status, told(world).reason) == ("Unknown", "TokensUnknown")
-    assert "give it that key again, or delete RayCluster lake" in told(world).message
+    assert "give it that key again. If that is not possible" in told(world).message
     assert happened(world).count("TokensUnknown") == 1
     assert before - set(world.objects) == {key for key in before if key[0] == "Pod"} - set(
         world.objects

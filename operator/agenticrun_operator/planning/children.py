@@ -1,0 +1,496 @@
+"""The objects of a run: what is missing, what is in the way, and what has to go."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from agenticrun_api import AgenticRun, ConditionType, Phase, PoolStatus, Reason, Role
+from agenticrun_api.names import KIND
+from agenticrun_api.status import ObstacleStatus
+from agenticrun_operator.errors import (
+    ClusterError,
+    KubeUnavailable,
+    NamespaceGone,
+    NotServed,
+    Refused,
+    TooLarge,
+    WebhookUnavailable,
+)
+from agenticrun_operator.planning.pods import is_stuck
+from agenticrun_operator.planning.result import Delete, Result, Said, note, text, warning
+from agenticrun_operator.planning.situation import Rescaling, State, describe, kept_pods
+from agenticrun_operator.planning.times import format_span, format_time
+from agenticrun_operator.resources import (
+    CLAIM_KIND,
+    Child,
+    Manifest,
+    checkpoint_claim_name,
+    claim_name,
+    controller_uid,
+    desired_children,
+    is_deleting,
+    is_retained,
+    key_id_of,
+    made_by,
+    rescaled,
+    storage_of,
+    tokens_name,
+    tokens_secret,
+    unbound,
+    unsuitable,
+)
+
+TOKENS_SECONDS = 30.0
+"""Minimum interval between two creations of the Secret with a run's tokens."""
+WAIT_SECONDS = 1.5
+"""Seconds between checks of an earlier run's objects: their deletion may send no event that belongs
+to the new run."""
+MAX_WAIT_SECONDS = 5.0
+MAX_RETRY_SECONDS = 30.0
+"""Longest time between checks of an obstacle that needs human action."""
+DELETED_SECONDS = 2.0
+"""Time after the request to delete a RayCluster at which to look whether it is being deleted."""
+
+
+# -- obstacles -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """A reason the run's children cannot be created now."""
+
+    reason: Reason
+    message: str
+    final: bool = False
+    """True if no retry helps, so that the run fails."""
+    rebuild: bool = False
+    """True if the RayCluster must be deleted first, because its pods hold what is in the way."""
+
+    @property
+    def needs_action(self) -> bool:
+        """True if waiting does not help."""
+        return self.reason is not Reason.WAITING_FOR_PREVIOUS_RUN
+
+
+_BY_ERROR: dict[type[ClusterError], Reason] = {
+    TooLarge: Reason.TOO_LARGE,
+    WebhookUnavailable: Reason.WEBHOOK_UNAVAILABLE,
+    KubeUnavailable: Reason.APISERVER_UNAVAILABLE,
+}
+_RETRIED = frozenset({Reason.WEBHOOK_UNAVAILABLE, Reason.APISERVER_UNAVAILABLE})
+"""Reasons that may be over at any time: the status is to be true within 10 s."""
+MIN_KUBERAY = "1.6"
+KUBERAY_MISSING = Obstacle(
+    Reason.KUBERAY_MISSING,
+    "the Kubernetes cluster does not serve RayClusters (ray.io/v1): "
+    f"install KubeRay {MIN_KUBERAY} or newer with its CRDs; the run then continues",
+)
+_UNKNOWN_FIELDS = re.compile(
+    r'unknown field "(spec\.[^"]+)"'
+    r"|\.?(spec\.[\w.\[\]]+): field not declared in schema"
+    r"|(spec\.authOptions[\w.]*): (?:Unsupported|Invalid) value"
+)
+_OF_THE_USER = re.compile(
+    r"\.template\.spec\.(tolerations|affinity|nodeSelector|volumes"
+    r"|(containers|initContainers)\[\d+\]\.(env|envFrom|volumeMounts))\b"
+)
+
+
+def find_obstacle(state: State) -> Obstacle | None:
+    """Return the first obstacle to the run's children, or None.
+
+    An obstacle is an error that the last creation met, a worker image that is not configured,
+    KubeRay that is missing, a claim that is deleted or gets no volume, or objects that have the
+    names of children but belong to another owner or an earlier run. The operator takes over only
+    the claim that an earlier run left for the next one.
+    """
+    run, observed = state.run, state.observed
+    if state.creation_error:
+        return _obstacle_met(run, state.creation_error)
+    engine = state.images.missing_engine(run)
+    if engine:
+        message = (
+            f"no worker image with {engine} is configured: "
+            f"set the chart's value images.workers.{engine}, or set spec.image"
+        )
+        return Obstacle(Reason.NO_ENGINE_IMAGE, message)
+    if observed.kuberay_missing:
+        return KUBERAY_MISSING
+    if deleted := _deleted_claim(state):
+        return deleted
+    if found := _objects_in_the_way(state):
+        return found
+    claim = observed.children.get(Child(CLAIM_KIND, claim_name(run)))
+    if claim and (found := _in_claim(state, claim)):
+        return found
+    for pod in observed.pods:
+        # A started run waited for such pods before; what appears later must not hold it.
+        if pod.run_uid != run.metadata.uid and run.status.job is None:
+            return Obstacle(
+                Reason.WAITING_FOR_PREVIOUS_RUN,
+                f"waiting until pod {pod.name} of an earlier run is deleted",
+            )
+    return None
+
+
+def _objects_in_the_way(state: State) -> Obstacle | None:
+    """Return the obstacle of the objects that have names of children and belong to others."""
+    foreign: list[str] = []
+    # The RayCluster first: who deletes the others before it loses what trains there.
+    found = sorted(state.observed.children.items(), key=lambda item: item[0].kind != "RayCluster")
+    for child, manifest in found:
+        if manifest is None:
+            continue
+        waits = _waits_for(state.run, child, manifest)
+        if waits:
+            return Obstacle(Reason.WAITING_FOR_PREVIOUS_RUN, waits)
+        if not is_retained(state.run, manifest) and (
+            controller_uid(manifest) != state.run.metadata.uid
+        ):
+            foreign.append(f"{child.kind} {child.name}")
+    if not foreign:
+        return None
+    exist = "exists and does" if len(foreign) == 1 else "exist and do"
+    return Obstacle(
+        Reason.NAME_CONFLICT,
+        f"{', '.join(foreign)} {exist} not belong to this run. Create this run under another name. "
+        "Or suspend or end what runs there, delete these objects in this order, and delete their "
+        "Secrets",
+    )
+
+
+def _waits_for(run: AgenticRun, child: Child, manifest: Manifest) -> str | None:
+    shown = f"{child.kind} {child.name}"
+    if is_deleting(manifest) and made_by(run, manifest):
+        return f"waiting until {shown} is deleted, to create it"
+    if is_deleting(manifest) or _of_earlier_run(run, manifest):
+        return f"waiting until {shown} of an earlier run is deleted"
+    return None
+
+
+def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
+    owners = manifest["metadata"].get("ownerReferences", ())
+    return any(
+        owner["kind"] == KIND
+        and owner["name"] == run.metadata.name
+        and owner["uid"] != run.metadata.uid
+        for owner in owners
+    )
+
+
+def _in_claim(state: State, manifest: Manifest) -> Obstacle | None:
+    if why := unsuitable(state.run, manifest):
+        return Obstacle(Reason.CLAIM_UNSUITABLE, why)
+    problems = [pod.problem.message for pod in state.observed.pods if pod.problem]
+    if why := unbound(manifest, problems, state.now):
+        return Obstacle(Reason.CLAIM_PENDING, why)
+    return None
+
+
+def _deleted_claim(state: State) -> Obstacle | None:
+    """Return the obstacle if the volume claim that the run uses was deleted.
+
+    Kubernetes keeps a deleted claim until no pod uses it, and no new pod can use it. A new claim is
+    empty: with checkpoints in the old one, the run would silently begin again at step 0.
+    """
+    if not state.claim_lost:
+        return None
+    name, saved = claim_name(state.run), state.status.checkpoint
+    gone = state.observed.child(CLAIM_KIND, name) is None
+    if kept_pods(state) or (saved and state.pods and not gone):
+        # The pods still mount it: they are the last way to the data.
+        return Obstacle(
+            Reason.CHECKPOINTS_LOST,
+            f"volume claim {name} was deleted: its checkpoints are lost when the pods of the run "
+            f"end. Copy them now (kubectl cp from pod {_saver(state)}, folder /checkpoints)",
+        )
+    if saved:
+        return Obstacle(
+            Reason.CHECKPOINTS_LOST,
+            f"volume claim {name} was deleted, and with it the checkpoint of step "
+            f"{saved.step}: apply the run again to begin at step 0",
+            final=True,
+        )
+    if gone or state.cluster is None:
+        return None
+    return Obstacle(
+        Reason.WAITING_FOR_PREVIOUS_RUN,
+        f"waiting until volume claim {name} is deleted, to create it: it holds no checkpoint",
+        rebuild=True,
+    )
+
+
+def _saver(state: State) -> str:
+    return state.head.name if state.head else next((pod.name for pod in state.pods), "of the run")
+
+
+def _obstacle_met(run: AgenticRun, error: ClusterError) -> Obstacle:
+    """Return the obstacle that an attempt to create the children met.
+
+    What the apiserver rejects as invalid is final, unless KubeRay is too old, or the run has
+    trained: the apiserver accepted the same objects then.
+    """
+    message = str(error)
+    if isinstance(error, NotServed):
+        return KUBERAY_MISSING
+    if isinstance(error, NamespaceGone):
+        return Obstacle(
+            Reason.NAMESPACE_GONE,
+            f"nothing can be created in namespace {run.metadata.namespace}, because it is being "
+            f"deleted or does not exist: apply the run in another namespace ({message})",
+        )
+    for kind, reason in _BY_ERROR.items():
+        if isinstance(error, kind):
+            # The apiserver has accepted the objects of a run that has trained.
+            return Obstacle(reason, message, final=kind is TooLarge and run.status.job is None)
+    if not isinstance(error, Refused):
+        return Obstacle(Reason.DENIED, message)
+    if unknown := _fields_unknown_to_kuberay(run, message):
+        return Obstacle(
+            Reason.KUBERAY_TOO_OLD,
+            f"this version of KubeRay does not know {', '.join(unknown[:3])}: upgrade KubeRay and "
+            f"its CRDs to {MIN_KUBERAY} or newer; the run then continues",
+        )
+    if run.status.job:
+        return Obstacle(Reason.DENIED, message)
+    return Obstacle(Reason.INVALID_CONFIG, message, final=True)
+
+
+def _fields_unknown_to_kuberay(run: AgenticRun, refusal: str) -> list[str]:
+    """Return the fields of ours that a refusal of the RayCluster calls unknown.
+
+    A field that the user wrote in spec.roles is the user's error, and not meant here.
+    """
+    fields = [next(filter(None, found)) for found in _UNKNOWN_FIELDS.findall(refusal)]
+    overlays = str(
+        [run.spec.roles.of(role).overlay.spec for role in Role if run.spec.roles.has(role)]
+    )
+    return [
+        field
+        for field in fields
+        if not _OF_THE_USER.search(field) and f"'{field.rsplit('.', 1)[1]}'" not in overlays
+    ]
+
+
+def report_obstacle(state: State, obstacle: Obstacle) -> Result:
+    """Show the obstacle in the status, once as an event, and look again later."""
+    before = state.status.obstacle
+    same = before is not None and before.reason == obstacle.reason
+    since = before.since if before and same else format_time(state.now)
+    # Look ever more rarely while it stays.
+    age = state.seconds_since(since) if same else 0.0
+    retried = obstacle.reason in _RETRIED or not obstacle.needs_action
+    longest = MAX_WAIT_SECONDS if retried else MAX_RETRY_SECONDS
+    result = Result(
+        fields={"obstacle": ObstacleStatus(reason=obstacle.reason.value, since=since)},
+        conditions={
+            ConditionType.CLUSTER_PROVISIONED: Said(
+                "False",
+                obstacle.reason,
+                obstacle.message,
+                event="Warning" if obstacle.needs_action else "Normal",
+            )
+        },
+        look_after=min(max(age / 2, WAIT_SECONDS), longest),
+    )
+    if state.status.phase is not Phase.RUNNING:
+        waits = Phase.PENDING if state.status.job is None else state.status.phase
+        result |= Result(fields={"phase": waits})
+    return result | Result(fields={"message": text(obstacle.message)})
+
+
+# -- creation --------------------------------------------------------------------------------------
+
+
+def provision(state: State) -> Result:
+    """Create missing children.
+
+    Existing ones stay as they are: no field that may change in a run reaches them, and what others
+    changed (an expanded claim) or what a newer operator would write (an image) must not reach
+    pods that are training.
+    """
+    run, children = state.run, state.observed.children
+    result = Result(fields={"obstacle": None})
+    if _needs_tokens(state):
+        result |= Result(tokens=tokens_secret(run, state.key))
+    if any(found is None for found in children.values()):
+        desired = desired_children(run, state.images, tokens_name(run, state.key.id))
+        missing = {child for child, found in children.items() if found is None}
+        create = tuple(manifest for manifest in desired if Child.of(manifest) in missing)
+        result |= Result(create=create)
+    if state.status.start_time is None:
+        result |= Result(fields={"start_time": format_time(state.now)})
+        if run.status.job is None:
+            result |= _begin(state)
+    if state.status.phase is Phase.PENDING:
+        result |= Result(fields={"phase": Phase.STARTING, "message": None})
+    elif state.status.obstacle and state.status.phase is not Phase.RUNNING:
+        result |= Result(fields={"message": None})
+    return result | _report_cluster(state)
+
+
+def _begin(state: State) -> Result:
+    """Report what is known of a run that has no attempt yet."""
+    steps = state.run.spec.pipeline.max_steps
+    return Result(
+        fields={
+            "max_steps": steps,
+            "progress": f"0/{steps}",
+            "volume_claim": checkpoint_claim_name(state.run),
+        },
+        conditions={
+            ConditionType.COMPLETE: Said("False", Reason.NOT_FINISHED),
+            ConditionType.FAILED: Said("False", Reason.NOT_FINISHED),
+        },
+    ) | _report_reused_claim(state)
+
+
+def _report_reused_claim(state: State) -> Result:
+    checkpoint = storage_of(state.run)
+    result = Result()
+    for child, manifest in state.observed.children.items():
+        if checkpoint is None or manifest is None or not is_retained(state.run, manifest):
+            continue
+        if made_by(state.run, manifest):
+            continue
+        fresh = checkpoint.resume in ("Auto", "Never")
+        start = (
+            "starts at step 0 (checkpoint.resume: FromPreviousRun continues from their newest one)"
+            if fresh
+            else f"resumes: {checkpoint.resume}"
+        )
+        message = (
+            f"{child.kind} {child.name} holds checkpoints of earlier runs of this name; this run "
+            f"has a folder of its own there and {start}"
+        )
+        result |= Result(events=(note(Reason.CLAIM_REUSED, message),))
+    return result
+
+
+def _needs_tokens(state: State) -> bool:
+    """Return True if the Secret with the tokens may be missing.
+
+    The operator cannot read it. Pods that need a Secret that was deleted wait for it.
+    """
+    cluster, sent = state.observed.child("RayCluster", state.name), state.observed.tokens_sent_at
+    if cluster is None:
+        return sent is None
+    waits = any(
+        not pod.ready
+        and not pod.deleting
+        and (pod.problem is None or pod.problem.reason is Reason.CONTAINER_CRASHED)
+        for pod in state.pods
+    )
+    due = sent is None or state.seconds_since(sent) >= TOKENS_SECONDS
+    return waits and due and key_id_of(state.run, cluster) == state.key.id
+
+
+def _report_cluster(state: State) -> Result:
+    name = state.name
+    if state.observed.child("RayCluster", name) is None:
+        said = Said("False", Reason.CLUSTER_CREATING, f"creating RayCluster {name}")
+        return Result(conditions={ConditionType.CLUSTER_PROVISIONED: said}, look_after=5.0)
+    said = Said("True", Reason.CLUSTER_CREATED, f"RayCluster {name} exists", event="Normal")
+    return Result(conditions={ConditionType.CLUSTER_PROVISIONED: said})
+
+
+# -- other replicas --------------------------------------------------------------------------------
+
+
+def scale(state: State, rescaling: Rescaling) -> Result:
+    """Change the RayCluster where it has to get more pods, or may lose some.
+
+    The driver follows the numbers in its settings (`LiveConfig.replicas`) and reports what it has
+    (`Progress.pools`). The RayCluster gets more pods at once. It loses pods when the driver has
+    emptied as many: before that, their engines and env workers would be lost with them, which the
+    driver survives, but which costs time. All this is decided from the spec, the RayCluster and the
+    newest snapshot, so that it continues after a restart of the operator or of the driver.
+    """
+    said = Said("False", Reason.RESUMED, optional=True)
+    if rescaling.kept:
+        message = f"{rescaling.text}, but the run keeps its pods: {rescaling.kept}"
+        said = Said("False", Reason.NOT_RESCALED, message, event="Normal", each_message=True)
+    result = Result(conditions={ConditionType.SUSPENDED: said})
+    cluster, progress = state.cluster, state.progress
+    if cluster is None or is_deleting(cluster) or progress is None or state.scaling_error:
+        return result
+    pools = progress.pools or {}
+    due = {
+        role: (made, wanted)
+        for role, (made, wanted) in rescaling.changes.items()
+        if (pool := pools.get(role)) and not pool.fixed
+        # While one starts, its pod seems to be vacant.
+        if wanted > made or (pool.replicas == wanted and not (pool.leaving or pool.joining))
+    }
+    if not due:
+        return result
+    surplus = [
+        name
+        for role, (_, wanted) in due.items()
+        for name in _surplus(state, role, wanted, pools[role])
+    ]
+    removed = f"; these pods are removed: {', '.join(surplus)}" if surplus else ""
+    message = f"{describe(due)}, and the run continues{removed}"
+    numbers = {role: wanted for role, (_, wanted) in due.items()}
+    return result | Result(
+        cluster=rescaled(cluster, numbers, surplus), events=(note(Reason.SCALED, message),)
+    )
+
+
+def _surplus(state: State, role: Role, wanted: int, pool: PoolStatus) -> list[str]:
+    """Return the pods of a role to remove: those that the driver has emptied, then the newest."""
+    pods = [pod for pod in state.pods if pod.role is role and not pod.deleting]
+    newest = sorted(pods, key=lambda pod: (pod.created_at, pod.name), reverse=True)
+    emptied = sorted(newest, key=lambda pod: (pod.name not in pool.vacant, pod.ready))
+    return [pod.name for pod in emptied[: max(0, len(pods) - wanted)]]
+
+
+# -- deletion --------------------------------------------------------------------------------------
+
+
+def delete_cluster(state: State, why: str = "") -> Result:
+    """Delete the run's own RayCluster.
+
+    Args:
+        state: the state.
+        why: text of a Warning event with the first request; empty: no event.
+    """
+    cluster = state.cluster
+    if cluster is None or is_deleting(cluster):
+        return Result()
+    uid = cluster["metadata"]["uid"]
+    asked = state.observed.deletions.get(uid)
+    wait = state.wait_to_repeat(asked)
+    if wait > 0:
+        return Result(look_after=wait)
+    first = (warning(Reason.CLUSTER_LOST, why),) if why and asked is None else ()
+    return Result(
+        delete=(Delete(Child("RayCluster", state.name), uid),),
+        events=first,
+        look_after=DELETED_SECONDS,
+    )
+
+
+def remove_stuck(state: State) -> Result:
+    """Remove by force the run's pods that are long past their grace period."""
+    result = Result()
+    for pod in state.observed.pods:
+        if pod.ended or not pod.deleting:
+            continue
+        result |= Result(look_after=30.0)
+        mine = pod.orphan or pod.run_uid == state.run.metadata.uid
+        if not mine or not is_stuck(pod, state.now):
+            continue
+        asked = state.observed.deletions.get(pod.uid)
+        if (wait := state.wait_to_repeat(asked)) > 0:
+            result |= Result(look_after=wait)
+        else:
+            result |= Result(delete=(Delete(Child("Pod", pod.name), pod.uid, force=True),))
+        if asked is None:
+            message = (
+                f"pod {pod.name} is removed: node {pod.node} has not ended it "
+                f"{format_span(60)} after its grace period"
+            )
+            result |= Result(events=(warning(Reason.NODE_LOST, message),))
+    return result

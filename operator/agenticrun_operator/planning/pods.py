@@ -1,0 +1,177 @@
+"""The pods of a run: how many of each role are ready, what is wrong, and which may still run.
+
+Kubernetes marks the pods of a silent node as not ready, and after minutes as being deleted. It
+keeps them until the node answers or an administrator acts, because their processes may still run
+behind a broken network. KubeRay counts these pods and replaces none of them. So after a wait the
+operator removes them by force (`children.remove_stuck`).
+
+The processes behind a broken network are not fenced. A driver there can still write to object
+storage or to a volume that several nodes mount, and so can the next attempt. That is why it waits
+until the old pod's grace period is over (`may_run`). What limits the damage: an attempt needs its
+trainer pods on other nodes, which Kubernetes does delete; a checkpoint is complete only with its
+manifest, which is written last; a ReadWriteOnce volume is attached to one node. To fence a node,
+set the taint node.kubernetes.io/out-of-service or shut it down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from agenticrun_api import AgenticRun, Reason, Role
+from agenticrun_api.status import RoleStatus
+from agenticrun_operator.observed import Observed, Pod, Problem
+from agenticrun_operator.planning.snapshot import own_progress
+from agenticrun_operator.planning.times import parse_time
+from agenticrun_operator.resources import WorkerImages, images_in
+
+REJOIN_SECONDS = 60.0
+"""Time in which worker pods join the new head after the loss of one."""
+STUCK_SECONDS = 60.0
+"""Time after its grace period at which a pod that is still there is said to be stuck."""
+
+
+@dataclass(frozen=True)
+class RolesReport:
+    """The pods of all roles."""
+
+    statuses: list[RoleStatus]
+    problem: Problem | None
+    """Why not all pods are ready; None if they are."""
+    enough: bool
+    """True if an attempt can begin: all pods are ready, of env and inference `minReplicas`."""
+    warning: str
+    """Set if the pods run different commits of the user's code."""
+
+    @property
+    def ready(self) -> bool:
+        """True if all pods of all roles are ready."""
+        return self.problem is None
+
+
+def report_roles(run: AgenticRun, observed: Observed, images: WorkerImages) -> RolesReport:
+    """Return what is known of the pods of each role.
+
+    Args:
+        run: the run.
+        observed: the observed state.
+        images: the worker images of this installation, for roles without a pod.
+    """
+    cluster = observed.own_cluster(run)
+    in_use = images_in(cluster) if cluster else {}
+    ours = [pod for pod in observed.pods if pod.orphan or pod.run_uid == run.metadata.uid]
+    progress = own_progress(run, observed.progress)
+    pools = (progress.pools if progress else None) or {}
+    statuses: list[RoleStatus] = []
+    problems: list[Problem] = []
+    enough = True
+    for role in (Role.DRIVER, *run.spec.roles.workers):
+        pods = [pod for pod in ours if pod.role is role]
+        status, problem = _report_role(run, role, pods)
+        moves = {}
+        if pool := pools.get(role):
+            moves = {"joining": pool.joining, "leaving": pool.leaving}
+        image = in_use.get(role.value) or images.of(run, role)
+        statuses.append(status.model_copy(update={**moves, "image": image}))
+        if problem:
+            problems.append(Problem(problem.reason, f"{role.value}: {problem.message}"))
+        enough &= status.ready >= _needed(run, role)
+    cause = None
+    if problems:
+        # A pod that only waits says less than one with a problem.
+        named = (item for item in problems if item.reason is not Reason.PODS_PENDING)
+        cause = _cluster_problem(run, observed) or next(named, problems[0])
+    return RolesReport(statuses, cause, enough, _different_commits(ours) if not problems else "")
+
+
+def _needed(run: AgenticRun, role: Role) -> int:
+    """Return the number of pods of a role without which no attempt begins.
+
+    A deterministic run has one set of processes from its start: it needs all.
+    """
+    roles = run.spec.roles
+    return roles.replicas(role) if run.spec.pipeline.deterministic else roles.min_replicas(role)
+
+
+def _report_role(run: AgenticRun, role: Role, pods: list[Pod]) -> tuple[RoleStatus, Problem | None]:
+    roles = run.spec.roles
+    desired = roles.replicas(role)
+    staying = [pod for pod in pods if not pod.deleting and not pod.orphan]
+    ready = sum(pod.ready for pod in staying)
+    problem: Problem | None = None
+    if ready < desired:
+        stuck = next((pod for pod in staying if pod.problem), None)
+        leaving = next((pod for pod in pods if pod.deleting), None)
+        if stuck and stuck.problem:
+            problem = Problem(stuck.problem.reason, f"pod {stuck.name} {stuck.problem.message}")
+        else:
+            ends = f"; pod {leaving.name} is being deleted" if leaving else ""
+            problem = Problem(Reason.PODS_PENDING, f"{ready} of {desired} pods ready{ends}")
+    status = RoleStatus(
+        name=role.value,
+        desired=desired,
+        ready=ready,
+        gpus=roles.total_gpus(role),
+        message=problem.message[:256] if problem else "",
+    )
+    return status, problem
+
+
+def _different_commits(pods: list[Pod]) -> str:
+    """Return a warning if a branch has moved while the pods started; else ""."""
+    first: dict[str, str] = {}
+    for pod in sorted(pods, key=lambda pod: pod.created_at):
+        if pod.commit and not pod.orphan:
+            first.setdefault(pod.commit, pod.name)
+    if len(first) < 2:
+        return ""
+    found = ", ".join(f"{commit[:12]} ({name})" for commit, name in first.items())
+    return f"pods have different commits of spec.code.git: {found}; name a commit as ref"[:1024]
+
+
+def _cluster_problem(run: AgenticRun, observed: Observed) -> Problem | None:
+    """Return the problem that prevents the creation of pods, if there is one.
+
+    This is a missing ConfigMap of the user, a quota or an admission policy.
+    """
+    if observed.missing_code:
+        return Problem(
+            Reason.PODS_PENDING,
+            f"ConfigMap {observed.missing_code} (spec.code.configMap) does not exist: create it",
+        )
+    cluster = observed.child("RayCluster", run.metadata.name) or {}
+    for condition in cluster.get("status", {}).get("conditions", ()):
+        if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
+            return Problem(
+                Reason.PODS_DENIED,
+                f"pods cannot be created: {' '.join(condition.get('message', '').split())}",
+            )
+    return None
+
+
+def joined_earlier_head(pod: Pod, head: Pod, now: datetime) -> bool:
+    """Return True if the Ray process of a worker pod is older than that of the head.
+
+    It belongs to an earlier head, notices after half a minute that this one is lost, and starts
+    again. It is ready until then. The clocks of nodes may differ: so only the first minute of a
+    head counts, and only pods that are older than the head's, unless its container has restarted.
+    """
+    if pod.role is Role.DRIVER or pod.deleting or not (pod.started_at and head.started_at):
+        return False
+    restarted = head.incarnation is not None and head.incarnation.restarts > 0
+    if pod.created_at >= head.created_at and not restarted:
+        return False
+    start = parse_time(head.started_at)
+    return parse_time(pod.started_at) < start and (now - start).total_seconds() < REJOIN_SECONDS
+
+
+def may_run(pod: Pod, now: datetime) -> bool:
+    """Return True if a process of the pod may still run, as far as waiting can tell."""
+    return not pod.ended and not is_stuck(pod, now)
+
+
+def is_stuck(pod: Pod, now: datetime) -> bool:
+    """Return True if the pod is long past its grace period."""
+    return pod.gone_by is not None and (now - parse_time(pod.gone_by)).total_seconds() > (
+        STUCK_SECONDS
+    )

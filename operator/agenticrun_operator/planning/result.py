@@ -1,0 +1,374 @@
+"""The output of planning: actions, and the status, conditions and events made of all decisions.
+
+Conditions are observations. They are written once, at the end of a plan, and no decision reads
+one. What must be remembered between two looks has a field of its own in the status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from agenticrun_api import AgenticRunStatus, Condition, ConditionType, LiveConfig, Reason
+from agenticrun_api.status import RoleStatus
+from agenticrun_operator.planning.times import format_time
+from agenticrun_operator.resources import Child, Event, Manifest
+
+SOFT_WRITE_SECONDS = 10.0
+"""Minimum interval between status writes that change only soft fields and messages."""
+STEP_WRITE_SECONDS = 2.0
+"""Minimum interval between status writes that also change the fields of a step."""
+_STEP = frozenset({"step", "progress", "policy_version"})
+_SOFT = frozenset(
+    {
+        "reward",
+        "tokens_per_second",
+        "staleness",
+        "eta",
+        "estimated_completion_time",
+        "last_step_time",
+        "activity",
+        "message",
+        "metrics",
+    }
+)
+MAX_CONDITION_MESSAGE = 1024
+MAX_TEXT = 4096
+
+_RESOLVES_ALONE = frozenset(
+    {
+        Reason.CLUSTER_CREATING,
+        Reason.CLUSTER_DELETED,
+        Reason.NODE_LOST,
+        Reason.PODS_PENDING,
+        Reason.WAITING_FOR_PREVIOUS_RUN,
+    }
+)
+"""Reasons for a condition to be False that need no human action: the operator or Kubernetes is
+already handling it.
+
+Not Unschedulable and StartupDeadlineExceeded: the run tries again, but the cluster may never have
+room for it.
+"""
+
+ConditionStatus = Literal["True", "False", "Unknown"]
+
+
+@dataclass(frozen=True)
+class Delete:
+    """An object to delete if it is still the one that was read (same uid)."""
+
+    child: Child
+    uid: str
+    force: bool = False
+    """Remove a pod at once, without the word of its kubelet."""
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Submit the job of `status.job`. Repeating is safe: Ray accepts each submission id once."""
+
+    submission_id: str
+    attempt: int
+    config: LiveConfig | None = None
+    """Settings that have changed since the pods' configuration was written. They reach the reporter
+    before the job is submitted."""
+    replicas: dict[str, int] = field(default_factory=dict)
+    """Replicas by role that may have changed since then. The driver gets them with the job."""
+
+
+@dataclass(frozen=True)
+class Configure:
+    """Send changed settings to the driver. Repeating is safe: the newest generation wins."""
+
+    config: LiveConfig
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop a job that still runs although its attempt is over."""
+
+    submission_id: str
+
+
+@dataclass(frozen=True)
+class RequestStop:
+    """Ask the driver of an attempt to save a checkpoint and to end."""
+
+    submission_id: str
+
+
+JobAction = Submit | Configure | RequestStop | Stop
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The actions of one reconciliation, applied in the order of the fields.
+
+    The fields after `status` are applied only once the status is stored (write-ahead).
+    """
+
+    tokens: Manifest | None = None
+    """The Secret with the run's tokens, to create unless it exists. If that is denied while the
+    RayCluster exists, the rest of the plan still applies: a quota also denies what exists."""
+    create: tuple[Manifest, ...] = ()
+    cluster: Manifest | None = None
+    """The RayCluster with other numbers of pods, to store at the version that was read."""
+    status: AgenticRunStatus | None = None
+    """The status to write; None: no write."""
+    delete: tuple[Delete, ...] = ()
+    events: tuple[Event, ...] = ()
+    job: JobAction | None = None
+    requeue_after: float | None = None
+    """Seconds until the next reconciliation; None: wait for a watch event."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a condition says from now on."""
+
+    status: ConditionStatus
+    reason: Reason | str
+    message: str = ""
+    event: Literal["Normal", "Warning"] | None = None
+    """Post an event of this type when the status or the reason has changed."""
+    event_text: str = ""
+    """Text of the event, if it is not the message."""
+    each_message: bool = False
+    """Also post it when only the message has changed."""
+    optional: bool = False
+    """Only replaces a condition that the status has already."""
+    keep_reason: bool = False
+    """Leave a condition alone that has this status already: its reason says more."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one decision changes. `first | second` joins two results.
+
+    Where both set a field or a condition, the second counts; of two actions on the job, the first.
+    """
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the status, without conditions."""
+    conditions: Mapping[ConditionType, Said] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+    tokens: Manifest | None = None
+    create: tuple[Manifest, ...] = ()
+    cluster: Manifest | None = None
+    delete: tuple[Delete, ...] = ()
+    job: JobAction | None = None
+    look_after: float | None = None
+    """Seconds until the next look, at most."""
+
+    def __or__(self, other: Result) -> Result:
+        waits = [seconds for seconds in (self.look_after, other.look_after) if seconds is not None]
+        return Result(
+            fields={**self.fields, **other.fields},
+            conditions={**self.conditions, **other.conditions},
+            events=self.events + other.events,
+            tokens=self.tokens or other.tokens,
+            create=self.create + other.create,
+            cluster=self.cluster or other.cluster,
+            delete=self.delete + other.delete,
+            job=self.job or other.job,
+            look_after=min(waits, default=None),
+        )
+
+
+def warning(reason: Reason | str, message: str) -> Event:
+    """Return an event that needs attention."""
+    return Event(reason, message[:MAX_CONDITION_MESSAGE], "Warning")
+
+
+def note(reason: Reason | str, message: str) -> Event:
+    """Return an event that only informs."""
+    return Event(reason, message[:MAX_CONDITION_MESSAGE])
+
+
+def text(message: str | None) -> str | None:
+    """Return a message in the length that the status stores; None if it is empty."""
+    return message[:MAX_TEXT] if message else None
+
+
+def finish(
+    stored: AgenticRunStatus,
+    result: Result,
+    generation: int,
+    now: datetime,
+    last_write: datetime | None,
+) -> Plan:
+    """Return the plan. It has no status if nothing changed or the changes can wait.
+
+    Args:
+        stored: the status as it was written last.
+        result: what all decisions change.
+        generation: the run's generation.
+        now: the current time.
+        last_write: time of the last status write, or None to write at once.
+    """
+    before = {item.type: item for item in stored.conditions}
+    said = {
+        kind: each
+        for kind, each in result.conditions.items()
+        if not _is_superfluous(each, before.get(kind.value))
+    }
+    conditions = before | {
+        kind.value: condition(kind, each, now, generation, before.get(kind.value))
+        for kind, each in said.items()
+    }
+    status = stored.model_copy(update={**result.fields, "observed_generation": generation})
+    kind = ConditionType.PROGRESSING
+    ended = stored.phase.finished and status.phase.finished and kind.value in before
+    if not ended and kind not in said:
+        summed = summary(status, conditions)
+        conditions[kind.value] = condition(kind, summed, now, generation, before.get(kind.value))
+    status = status.model_copy(update={"conditions": in_order(conditions.values())})
+    interval = _write_interval(stored, status)
+    waited = (now - last_write).total_seconds() if last_write else None
+    if interval is not None and waited is not None and waited < interval:
+        result |= Result(look_after=interval - waited)
+        interval = None
+    written = None
+    if interval is not None:
+        written = status.model_copy(update={"last_update_time": format_time(now)})
+    return Plan(
+        tokens=result.tokens,
+        create=result.create,
+        cluster=result.cluster,
+        status=written,
+        job=result.job,
+        delete=result.delete,
+        events=(*result.events, *_events(said, before)),
+        requeue_after=result.look_after,
+    )
+
+
+def _is_superfluous(said: Said, before: Condition | None) -> bool:
+    if before is None:
+        return said.optional
+    return said.keep_reason and before.status == said.status
+
+
+def condition(
+    kind: ConditionType,
+    said: Said,
+    now: datetime,
+    generation: int,
+    before: Condition | None = None,
+) -> Condition:
+    """Return a condition for the status.
+
+    Args:
+        kind: its type.
+        said: what it says.
+        now: the current time.
+        generation: the run's generation.
+        before: the condition as it was written last. If its status is the same, its transition
+            time is kept.
+    """
+    kept = before is not None and before.status == said.status
+    return Condition(
+        type=kind.value,
+        status=said.status,
+        reason=str(said.reason),
+        message=said.message[:MAX_CONDITION_MESSAGE],
+        last_transition_time=before.last_transition_time if before and kept else format_time(now),
+        observed_generation=generation,
+    )
+
+
+def in_order(conditions: Iterable[Condition]) -> list[Condition]:
+    """Return the conditions in the order of `ConditionType`, those of later releases last."""
+    types = [kind.value for kind in ConditionType]
+    return sorted(
+        conditions,
+        key=lambda item: types.index(item.type) if item.type in types else len(types),
+    )
+
+
+def summary(status: AgenticRunStatus, conditions: Mapping[str, Condition]) -> Said:
+    """Return the condition Progressing, which sums up the others.
+
+    Args:
+        status: the new status, with the pods of each role.
+        conditions: the new conditions, by type.
+    """
+    kinds = ConditionType
+    states = {kind: conditions[kind.value].status for kind in kinds if kind.value in conditions}
+
+    def because_of(kind: ConditionType, progresses: ConditionStatus) -> Said:
+        found = conditions[kind.value]
+        return Said(progresses, found.reason, found.message)
+
+    if status.phase.finished:
+        end = conditions.get(kinds.FAILED.value)
+        return Said("False", end.reason if end else status.phase.value, end.message if end else "")
+    if states.get(kinds.SUSPENDED) in ("True", "Unknown"):
+        rescales = conditions[kinds.SUSPENDED.value].reason == Reason.RESCALING
+        return because_of(kinds.SUSPENDED, "True" if rescales else "False")
+    if states.get(kinds.STALLED) == "True":
+        return because_of(kinds.STALLED, "False")
+    if states.get(kinds.TRAINING) == "True" and empty_role(status.roles):
+        # No episode or no response can come: no step can end.
+        return because_of(kinds.ROLES_READY, "False")
+    if states.get(kinds.TRAINING) in ("True", "Unknown"):
+        return because_of(kinds.TRAINING, states[kinds.TRAINING])
+    for kind in (kinds.CLUSTER_PROVISIONED, kinds.ROLES_READY):
+        if states.get(kind) == "False":
+            alone = conditions[kind.value].reason in _RESOLVES_ALONE
+            return because_of(kind, "True" if alone else "False")
+    if kinds.TRAINING in states:  # it starts, or waits for its restart
+        refused = conditions[kinds.TRAINING.value].reason == Reason.SUBMISSION_REFUSED
+        return because_of(kinds.TRAINING, "False" if refused else "True")
+    return Said("True", Reason.CLUSTER_CREATING)
+
+
+def empty_role(roles: Iterable[RoleStatus]) -> RoleStatus | None:
+    """Return a role that has no ready pod although it should have some; None if each has one."""
+    return next((role for role in roles if role.desired and not role.ready), None)
+
+
+def _events(said: Mapping[ConditionType, Said], before: Mapping[str, Condition]) -> Iterable[Event]:
+    for kind, each in said.items():
+        old = before.get(kind.value)
+        changed = old is None or (old.status, old.reason) != (each.status, str(each.reason))
+        if each.each_message:
+            changed |= old is not None and old.message != each.message[:MAX_CONDITION_MESSAGE]
+        if each.event and changed:
+            words = each.event_text or each.message
+            yield Event(each.reason, words[:MAX_CONDITION_MESSAGE], each.event)
+
+
+def _write_interval(before: AgenticRunStatus, after: AgenticRunStatus) -> float | None:
+    """Return the minimum seconds since the last write to write these changes.
+
+    None: nothing has changed. 0: what has changed cannot wait.
+    """
+    old = dict(before)
+    changed = {name for name, value in after if value != old[name]}
+    if not changed:
+        return None
+    # The scheduler's words change with each event of a node, a quota's with each other run.
+    if "conditions" in changed and _wordless(before) == _wordless(after):
+        changed.discard("conditions")
+    if "roles" in changed and _silent_roles(before) == _silent_roles(after):
+        changed.discard("roles")
+    if changed <= _SOFT:
+        return SOFT_WRITE_SECONDS
+    # The last step may be all that tells success if the final report is lost.
+    is_last = after.step is not None and after.step == after.max_steps
+    return STEP_WRITE_SECONDS if changed <= _SOFT | _STEP and not is_last else 0.0
+
+
+def _wordless(status: AgenticRunStatus) -> list[tuple[str, str, str, int]]:
+    return [
+        (item.type, item.status, item.reason, item.observed_generation)
+        for item in status.conditions
+    ]
+
+
+def _silent_roles(status: AgenticRunStatus) -> list[RoleStatus]:
+    return [role.model_copy(update={"message": ""}) for role in status.roles]

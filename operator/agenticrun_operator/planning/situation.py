@@ -1,0 +1,528 @@
+"""The situation of a run, computed once from its stored status and what was observed.
+
+`State` holds the inputs of one plan. `record` first copies what was seen of the attempt into the
+status, so that all decisions are functions of one status. Then `find_situation` says which of a few
+situations the run is in, and `plan` decides by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from functools import cached_property
+from typing import Any
+
+from agenticrun_api import (
+    AgenticRun,
+    AgenticRunStatus,
+    Phase,
+    Progress,
+    Reason,
+    Role,
+)
+from agenticrun_api.status import JobStatus, PodsStatus, StopCause, StopStatus
+from agenticrun_operator.errors import ClusterError, RightMissing
+from agenticrun_operator.observed import (
+    Incarnation,
+    Job,
+    Observed,
+    Pod,
+)
+from agenticrun_operator.planning.pods import RolesReport, report_roles
+from agenticrun_operator.planning.result import RequestStop
+from agenticrun_operator.planning.snapshot import own_progress, snapshot_fields
+from agenticrun_operator.planning.times import format_time, parse_time
+from agenticrun_operator.resources import (
+    CLAIM_KIND,
+    Child,
+    Manifest,
+    OperatorKey,
+    WorkerImages,
+    claim_name,
+    is_deleting,
+    replicas_in,
+    storage_of,
+)
+
+REPEAT_SECONDS = 30.0
+"""Time after which a request without effect is repeated."""
+SILENT_SECONDS = 7.0
+"""Time without a snapshot after which the driver is said to be silent. It posts every second. With
+a poll every 3 s at most, the status shows it within 10 s."""
+_SAVERS = frozenset({Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC})
+"""Roles without one of whose pods an attempt ends."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that one plan is made from."""
+
+    run: AgenticRun
+    """The run. Its status also has what was seen of its attempt (`record`)."""
+    stored: AgenticRunStatus
+    """The status as it was written last."""
+    observed: Observed
+    now: datetime
+    images: WorkerImages
+    key: OperatorKey
+    creation_error: ClusterError | None = None
+    scaling_error: ClusterError | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the run and of its RayCluster."""
+        return self.run.metadata.name
+
+    @property
+    def status(self) -> AgenticRunStatus:
+        """The status, with what was seen of the attempt."""
+        return self.run.status
+
+    @property
+    def job(self) -> JobStatus:
+        """The newest attempt. Only for a run that has one."""
+        assert self.status.job is not None
+        return self.status.job
+
+    @property
+    def has_attempt(self) -> bool:
+        """True if there is an attempt that is not over."""
+        status = self.status
+        return (
+            status.job is not None and status.next_retry_time is None and not status.phase.finished
+        )
+
+    @cached_property
+    def progress(self) -> Progress | None:
+        """The newest attempt's own snapshot."""
+        return own_progress(self.run, self.observed.progress)
+
+    @cached_property
+    def cluster(self) -> Manifest | None:
+        """The run's own RayCluster."""
+        return self.observed.own_cluster(self.run)
+
+    @cached_property
+    def head(self) -> Pod | None:
+        """The run's own head pod."""
+        return self.observed.head(self.run.metadata.uid)
+
+    @cached_property
+    def pods(self) -> list[Pod]:
+        """The pods of the run's own RayCluster."""
+        return self.observed.own_pods(self.run.metadata.uid)
+
+    @cached_property
+    def roles(self) -> RolesReport:
+        """The pods of each role, and what is wrong with them."""
+        return report_roles(self.run, self.observed, self.images)
+
+    @cached_property
+    def pods_since(self) -> PodsStatus:
+        """Return if all pods are ready, and since when."""
+        known, ready = self.status.pods, self.roles.ready
+        if known and known.ready is ready:
+            return known
+        return PodsStatus(ready=ready, since=format_time(self.now))
+
+    @cached_property
+    def waiting_since(self) -> datetime | None:
+        """Return when the run began to wait for its pods; None if all are ready or it has none."""
+        if self.cluster is None or self.roles.ready:
+            return None
+        times = [
+            self.cluster["metadata"].get("creationTimestamp"),
+            self.pods_since.since,
+            self.status.next_retry_time,
+        ]
+        return max(parse_time(time) for time in times if time)
+
+    @property
+    def has_enough_pods(self) -> bool:
+        """True if an attempt can begin. The first one also waits some time for all pods."""
+        waits = self.run.spec.failure_policy.wait_seconds if self.status.job is None else 0
+        return self.roles.ready or (
+            self.roles.enough and self.seconds_since(self.waiting_since) >= waits
+        )
+
+    @cached_property
+    def claim_lost(self) -> bool:
+        """True if the volume claim of the checkpoints was deleted, or is being deleted."""
+        child = Child(CLAIM_KIND, claim_name(self.run))
+        claim = self.observed.children.get(child)
+        gone = child in self.observed.children and claim is None
+        return gone or (claim is not None and is_deleting(claim))
+
+    def with_fields(self, fields: dict[str, Any]) -> State:
+        """Return the state with other fields of the status."""
+        status = self.status.model_copy(update=fields)
+        return replace(self, run=self.run.model_copy(update={"status": status}))
+
+    def seconds_since(self, time: str | datetime | None) -> float:
+        """Return the age of a time in seconds; 0 if there is none."""
+        moment = parse_time(time) if isinstance(time, str) else time
+        return (self.now - moment).total_seconds() if moment else 0.0
+
+    def wait_to_repeat(self, asked: datetime | None) -> float:
+        """Return the seconds until a request may be sent again; 0 or less: now.
+
+        Args:
+            asked: the time at which it was sent last; None: never.
+        """
+        return REPEAT_SECONDS - self.seconds_since(asked) if asked else 0.0
+
+
+# -- situations ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run has to release its pods."""
+
+    kind: StopCause
+    reason: Reason
+    """While the pods are there."""
+    done: Reason
+    """Once they are gone."""
+    text: str
+    since: datetime
+    """When the operator first saw it."""
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """The run is being deleted, and a finalizer holds it."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The run has succeeded or failed."""
+
+
+@dataclass(frozen=True)
+class Queued:
+    """The run has given its pods back and waits until it tries again."""
+
+    until: datetime
+
+
+@dataclass(frozen=True)
+class Starting:
+    """The run has no attempt yet."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """An attempt was submitted, or is about to be."""
+
+
+@dataclass(frozen=True)
+class Restarting:
+    """The newest attempt is over, and another one follows."""
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The attempt has to end, and no restart follows."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True)
+class WithoutPods:
+    """The run has no attempt, and must have no pods."""
+
+    cause: Cause
+
+
+Situation = Deleted | Ended | Queued | Starting | Running | Restarting | Stopping | WithoutPods
+
+
+def find_situation(state: State, rescaling: Rescaling) -> Situation:
+    """Return the situation of the run."""
+    if state.run.metadata.deletion_timestamp:
+        return Deleted()
+    if state.status.phase.finished:
+        return Ended()
+    if cause := find_cause(state, rescaling):
+        return Stopping(cause) if state.has_attempt else WithoutPods(cause)
+    retry = state.status.next_retry_time
+    if state.status.phase is Phase.PENDING and retry and parse_time(retry) > state.now:
+        return Queued(parse_time(retry))
+    if state.has_attempt:
+        return Running()
+    return Starting() if state.status.job is None else Restarting()
+
+
+def find_cause(state: State, rescaling: Rescaling) -> Cause | None:
+    """Return why the run has to release its pods, or None.
+
+    While the volume claim of its checkpoints is being deleted, its pods are the last way to them:
+    neither spec.suspend nor other replicas end an attempt then (`kept_pods`).
+    """
+    kinds, run = StopCause, state.run
+    cluster = state.cluster
+    if run.spec.suspend and not kept_pods(state):
+        return _cause(state, kinds.SUSPEND, "spec.suspend is true")
+    if cluster and state.observed.cluster_suspended:
+        return _cause(
+            state,
+            kinds.CLUSTER_SUSPENDED,
+            f"another controller has suspended RayCluster {state.name} (a queue, for example)",
+        )
+    if rescaling.restart and not kept_pods(state):
+        return _cause(state, kinds.RESCALE, rescaling.text)
+    limit, start = run.spec.active_deadline_seconds, state.status.start_time
+    if limit is not None and start is not None:
+        end = parse_time(start) + timedelta(seconds=limit)
+        if end <= state.now:
+            return _cause(state, kinds.DEADLINE, "activeDeadlineSeconds is over", end)
+    return None
+
+
+_REASONS = {
+    StopCause.SUSPEND: (Reason.SUSPENDING, Reason.SUSPENDED),
+    StopCause.CLUSTER_SUSPENDED: (Reason.CLUSTER_SUSPENDED, Reason.CLUSTER_SUSPENDED),
+    StopCause.RESCALE: (Reason.RESCALING, Reason.RESCALING),
+    StopCause.DEADLINE: (Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED),
+}
+
+
+def _cause(state: State, kind: StopCause, text: str, since: datetime | None = None) -> Cause:
+    known = state.status.stopping
+    if since is None:
+        known_since = parse_time(known.since) if known and known.cause is kind else None
+        since = known_since or state.now.replace(microsecond=0)
+    return Cause(kind, *_REASONS[kind], text, since)
+
+
+def stop_status(cause: Cause) -> StopStatus:
+    """Return what the status remembers of a stop."""
+    return StopStatus(cause=cause.kind, since=format_time(cause.since))
+
+
+def kept_pods(state: State) -> bool:
+    """Return True if the pods of an attempt are the last way to the run's checkpoints."""
+    return state.has_attempt and state.claim_lost
+
+
+# -- other replicas --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rescaling:
+    """What follows from a difference between the spec's replicas and the RayCluster's."""
+
+    changes: dict[Role, tuple[int, int]]
+    """Replicas that the RayCluster was made for and those in the spec, by role."""
+    restart: bool = False
+    """True if the driver has to stop and continue with other pods."""
+    text: str = ""
+    kept: str = ""
+    """Why the run keeps its pods although it would have to restart; empty: it need not."""
+
+
+def find_rescaling(state: State) -> Rescaling:
+    """Compare the replicas in the spec with those that the RayCluster was made for.
+
+    Other replicas take effect while the driver runs (`children.scale`) if it can follow them.
+    Otherwise the run is stopped until its RayCluster has been deleted, unless it would lose what it
+    has learnt.
+    """
+    run = state.run
+    made = replicas_in(state.cluster) if state.cluster else {}
+    changes = {
+        Role(name): (made[name], wanted)
+        for name, wanted in run.spec.roles.elastic.items()
+        if made.get(name, wanted) != wanted
+    }
+    if not changes:
+        return Rescaling({})
+    begun, text = state.status.stopping, describe(changes)
+    if begun and begun.cause is StopCause.RESCALE:
+        return Rescaling(changes, restart=True, text=text)
+    error = state.scaling_error
+    if error is not None and not isinstance(error, RightMissing):
+        # What denies or refuses this RayCluster would do so with a new one, too.
+        return Rescaling(changes, text=text, kept=str(error))
+    why = str(error or "") or _why_driver_cannot_follow(state, changes)
+    if why is None:
+        return Rescaling(changes, text=text)
+    text = f"{text} ({why})"
+    if kept := _would_be_lost(state):
+        return Rescaling(changes, text=text, kept=kept)
+    return Rescaling(changes, restart=True, text=text)
+
+
+def describe(changes: dict[Role, tuple[int, int]]) -> str:
+    """Return changes of replicas as a clause."""
+    return " and ".join(
+        f"roles.{role.value}.replicas changed from {made} to {wanted}"
+        for role, (made, wanted) in changes.items()
+    )
+
+
+def _why_driver_cannot_follow(state: State, roles: Iterable[Role]) -> str | None:
+    """Return why replicas of these roles cannot change while the driver runs; None if they can.
+
+    Also None while the driver is starting or has not reported yet.
+    """
+    if not state.has_attempt:
+        return "no driver runs"
+    progress = state.progress
+    if progress is None or progress.activity == "starting" or progress.final:
+        return None
+    if progress.pools is None:
+        return "its driver cannot change them while it runs"
+    found = [progress.pools.get(role) for role in roles]
+    return next((pool.fixed for pool in found if pool and pool.fixed), None)
+
+
+def _would_be_lost(state: State) -> str | None:
+    """Return why a run that trains would lose what it has learnt in a restart, or None."""
+    if not state.has_attempt:
+        return None
+    if storage_of(state.run) is None:
+        return "it saves no checkpoints"
+    if not state.status.step:
+        return "it has made no step yet that could be saved"
+    return None
+
+
+# -- recording -------------------------------------------------------------------------------------
+
+
+def record(state: State) -> State:
+    """Return the state with a status that has what was seen of the attempt.
+
+    The status keeps a copy of the final report: the reporter may be lost between the report and the
+    exit of the driver. It also keeps which pods the platform took, because the watch drops deleted
+    pods.
+    """
+    state = _repaired(state)
+    if state.status.job is None or state.run.metadata.deletion_timestamp:
+        return state
+    fields: dict[str, Any] = {}
+    job, seen, progress = state.job, state.observed.job, state.progress
+    changes: dict[str, Any] = {}
+    if isinstance(seen, Job):
+        changes["status"] = seen.status
+    if state.status.phase.finished:
+        return state.with_fields({"job": job.model_copy(update=changes)})
+    if progress:
+        fields |= snapshot_fields(progress)
+        changes["version"] = progress.version or job.version
+    report = (progress.final if progress else None) or job.report
+    changes["report"] = report
+    if not state.has_attempt:
+        return state.with_fields(fields | {"job": job.model_copy(update=changes)})
+    if job.end_time is None and (report or _has_ended(state)):
+        changes["end_time"] = state.observed.end_time or format_time(state.now)
+    if progress and not is_silent(progress):
+        changes["unknown_since"] = None
+    else:
+        changes["unknown_since"] = job.unknown_since or format_time(state.now)
+    changes["disruption"] = (job.disruption or _disruption(state))[:256]
+    last, sent_at = state.observed.last_action or (None, None)
+    stopping, asked = state.status.stopping, job.stop_requested_time
+    if stopping and sent_at is not None and last == RequestStop(job.submission_id):
+        # The first request counts: it is repeated in case the reporter has lost it.
+        since = parse_time(stopping.since)
+        if sent_at >= since and (asked is None or parse_time(asked) < since):
+            changes["stop_requested_time"] = format_time(sent_at)
+    return state.with_fields(fields | {"job": job.model_copy(update=changes)})
+
+
+def is_damaged(status: AgenticRunStatus) -> bool:
+    """Return True if the phase says that the run has ended, but the operator has not ended it."""
+    return status.phase.finished and status.completion_time is None
+
+
+def _repaired(state: State) -> State:
+    """Return the state with another phase if somebody else wrote that the run has ended."""
+    status = state.status
+    if not is_damaged(status):
+        return state
+    if status.job is None:
+        phase = Phase.PENDING
+    else:
+        phase = Phase.RESTARTING if status.next_retry_time else Phase.STARTING
+    return state.with_fields({"phase": phase, "message": None})
+
+
+def is_silent(progress: Progress) -> bool:
+    """Return True if the driver has sent no snapshot for some seconds."""
+    return (progress.silent_seconds or 0.0) > SILENT_SECONDS
+
+
+def _has_ended(state: State) -> bool:
+    """Return True if the attempt's job has ended, or its head has restarted."""
+    seen = state.observed.job
+    return (isinstance(seen, Job) and not seen.live) or head_replaced(state)
+
+
+def head_replaced(state: State) -> bool:
+    """Return True if the head that the attempt was submitted to was replaced or restarted.
+
+    Ray keeps its jobs in the head's memory, so the attempt is lost with it.
+    """
+    head = state.head
+    if head is None or not is_pod_of(head, state.job):
+        return True
+    return head.incarnation is not None and str(head.incarnation) != state.job.incarnation
+
+
+def is_pod_of(head: Pod, job: JobStatus) -> bool:
+    """Return True if the attempt was submitted to this pod, whichever start of it."""
+    incarnation = Incarnation.parse(job.incarnation)
+    return incarnation is not None and incarnation.pod_uid == head.uid
+
+
+def _disruption(state: State) -> str:
+    """Return which pod the platform has taken from the attempt, and how; empty if none.
+
+    A pod is never replaced under the same uid: a head or trainer pod that is new, or is being
+    deleted, was deleted by somebody else than the operator, which deletes only whole RayClusters.
+    """
+    if state.observed.kuberay_missing:
+        return "" if state.head else "KubeRay was removed, and the pods with it"
+    if state.cluster is None:
+        return f"RayCluster {state.name} was deleted"
+    if state.cluster["metadata"]["uid"] in state.observed.deletions:
+        return ""
+    if state.observed.cluster_suspended:
+        return f"RayCluster {state.name} was suspended"
+    if is_deleting(state.cluster):
+        return f"RayCluster {state.name} was deleted"
+    taken = (_taken(state, pod) for pod in state.pods)
+    return next(filter(None, taken), "") or _replaced(state)
+
+
+def _taken(state: State, pod: Pod) -> str:
+    """Return what the platform does to a pod without which the attempt ends; empty: nothing."""
+    if pod.role not in _SAVERS or pod.uid in state.observed.deletions:
+        return ""
+    what = f"{pod.role.value} pod {pod.name}"
+    if pod.disruption:
+        return f"{what} was disrupted ({pod.disruption})"
+    # A pod of an earlier attempt may be slow to end, but then another one has replaced it.
+    staying = sum(other.role is pod.role and not other.deleting for other in state.pods)
+    if pod.deleting and staying < state.run.spec.roles.replicas(pod.role):
+        return f"{what} was deleted"
+    return ""
+
+
+def _replaced(state: State) -> str:
+    """Return which pod is newer than the attempt that needs it; empty if none."""
+    if state.head is None:
+        return "the head pod was deleted"
+    if not is_pod_of(state.head, state.job):
+        return f"the head pod was replaced by {state.head.name}"
+    began = state.observed.job.start_time if isinstance(state.observed.job, Job) else None
+    for pod in state.pods:
+        if began is None or pod.role not in _SAVERS - {Role.DRIVER} or not pod.created_at:
+            continue
+        if parse_time(pod.created_at).timestamp() > began + 1:
+            return f"a {pod.role.value} pod was replaced by {pod.name}"
+    return ""
