@@ -16,7 +16,15 @@ from aiohttp.test_utils import TestServer
 
 from agenticrun_api import Activity, Commands, FinalReport, Outcome, Progress
 from agenticrun_api.names import LEAVE_COMMAND, REPORTER_PORT, TOKEN_HEADER
+from agenticrun_workers.driver.attempt import report_of
+from agenticrun_workers.driver.progress import (
+    AttemptId,
+    ProgressReporter,
+    Requests,
+    StopRequested,
+)
 from agenticrun_workers.reporting import leave
+from agenticrun_workers.reporting.client import ReporterClient
 from agenticrun_workers.reporting.sidecar import (
     FROZEN_SECONDS,
     LOST_SECONDS,
@@ -149,6 +157,7 @@ async def test_a_leaving_pod_stops_the_driver_and_goes_when_the_operator_has_its
     assert hook.returncode is None, "the operator has not read the report"
     await head.read()
     await seconds_of(hook)
+    assert await head.post(attempt=2) == Commands()
 
 
 async def test_a_report_that_no_operator_reads_holds_the_pod_for_some_seconds_only(
@@ -256,3 +265,26 @@ async def test_a_request_without_the_name_of_a_pod_is_refused(head: Head, body: 
         session.post(url, headers=headers, data=body) as answer,
     ):
         assert answer.status == 422
+
+
+async def test_a_driver_learns_of_it_within_two_seconds_while_it_does_other_work(
+    head: Head,
+) -> None:
+    """The driver's own client, which also keeps the connection that shows that it is alive."""
+    requests = Requests()
+    client = ReporterClient(f"http://127.0.0.1:{head.port}", "secret", requests.apply)
+    await client.start()
+    reporter = ProgressReporter(client, AttemptId("uid", "lake-1", 1), max_steps=10)
+    reporter.activity(Activity.ROLLOUT)
+    await asyncio.sleep(0.5)
+    hook = asyncio.create_task(
+        asyncio.to_thread(leave.leave, "127.0.0.1", head.port, "ray-secret", "lake-head", 30)
+    )
+    async with asyncio.timeout(2):
+        with pytest.raises(StopRequested) as stopped:
+            await requests.unless_stopped(asyncio.sleep(1000))
+    await asyncio.sleep(LOST_SECONDS + 1)
+    assert not hook.done(), "the driver saves"
+    await reporter.finish(report_of(stopped.value, step=3))
+    await head.read()
+    assert await asyncio.wait_for(hook, 10)

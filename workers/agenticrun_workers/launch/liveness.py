@@ -29,6 +29,8 @@ slow, not dead. So the rule is:
 - **A disk that hangs** is no frozen process: what waits for it may be needless or lost. What the
   trajectory stores write stays in their memory after as long as `FROZEN_POLLS`. What they cannot
   read back in that time is nowhere else: the call fails, which ends the attempt.
+- **A pod that is being removed** says so itself, before its processes end: its preStop hook asks
+  the reporter to stop the driver (`reporting.leave`).
 - **Ranks of trainers are not polled**: a rank runs one call at a time, and a training step may take
   any time. The same holds for an actor that is still starting. If one hangs, no step ends, and the
   operator's stall detection (`failurePolicy.stall`) gives the attempt up.
