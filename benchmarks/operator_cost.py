@@ -356,7 +356,9 @@ class SilentHead:
 
 
 @asynccontextmanager
-async def workers_of(operators: dict[Key, Operator]) -> AsyncIterator[dict[Key, list[float]]]:
+async def workers_of(
+    operators: dict[Key, Operator], slots: asyncio.Semaphore
+) -> AsyncIterator[dict[Key, list[float]]]:
     """Run the real reconcile workers. Yields the times of all finished looks, by run."""
     queue, leading = WorkQueue(), asyncio.Event()
     leading.set()
@@ -369,7 +371,7 @@ async def workers_of(operators: dict[Key, Operator]) -> AsyncIterator[dict[Key, 
         operator.world.now += timedelta(seconds=delay or 0)
         return delay
 
-    workers = ReconcileWorkers(queue, reconcile, leading)
+    workers = ReconcileWorkers(queue, reconcile, leading, slots)
     workers.start()
     for key in operators:
         queue.add(key)
@@ -388,7 +390,7 @@ async def measure_unreachable(figures: dict[str, float], seconds: float) -> None
         if number >= HEALTHY:
             operator.use_head(SilentHead(10.0))
         operators[NAMESPACE, f"run-{number}"] = operator
-    async with workers_of(operators) as looks:
+    async with workers_of(operators, slots) as looks:
         began = time.monotonic()
         await asyncio.sleep(seconds)
         ended = time.monotonic()

@@ -56,6 +56,9 @@ PREPARING_SECONDS = 15.0
 """Time that a node has for the volumes and the network of a pod before its events are read."""
 DENIED_SECONDS = 30.0
 """Time after which events that were denied are asked for again."""
+SUSPICIOUS_QUESTIONS = 256
+"""Questions at the same time to heads that have not answered the last one. Those of a thousand such
+heads fit; the others wait for their next look, so that their connections are limited."""
 JITTER = 0.3
 """Share of the silence that is random, so that the heads of a lost node are not asked together."""
 Answer = TypeVar("Answer")
@@ -116,19 +119,21 @@ class Observer:
         """When the events of a namespace were denied last."""
         self._silent: dict[tuple[str, str], _Silence] = {}
         """By the run's uid and the part of its head."""
+        self._suspicious = asyncio.Semaphore(SUSPICIOUS_QUESTIONS)
         self._pods: dict[str, _ResolvedPods] = {}
         """By the run's uid."""
 
     def forget(self, run_uid: str) -> None:
         """Forget a run that is gone or has ended."""
         self._pods.pop(run_uid, None)
-        self.ask_again(run_uid)
+        for part in ("job", "progress"):
+            self._note_answer((run_uid, part), None)
 
     def ask_again(self, run_uid: str) -> None:
         """Ask a head that did not answer at the next look: something has changed."""
-        for part in ("job", "progress"):
-            self._silent.pop((run_uid, part), None)
-        self._count_unreachable()
+        for part in ((run_uid, "job"), (run_uid, "progress")):
+            if silence := self._silent.get(part):
+                self._silent[part] = replace(silence, failures=1, until=self._clock())
 
     async def read_objects(
         self, run: AgenticRun, known: ObservedObjects | None = None, *, fresh: bool
@@ -334,22 +339,32 @@ class Observer:
     ) -> Answer | Unreachable:
         """Ask a part of a head, unless it has not answered several times and it is not yet time."""
         before = self._silent.get(part)
-        if before and self._clock() < before.until:
+        if before is None:
+            answer = await ask()
+        elif self._clock() < before.until or self._suspicious.locked():
             return before.answer
-        answer = await ask()
+        else:
+            async with self._suspicious:
+                answer = await ask()
         if isinstance(answer, Unreachable):
             failures = before.failures + 1 if before else 1
             wait = backoff_seconds(failures - PATIENCE, FIRST_SILENCE_SECONDS, MAX_SILENCE_SECONDS)
             wait *= random.uniform(1 - JITTER, 1) if failures >= PATIENCE else 0.0
             until = self._clock() + timedelta(seconds=wait)
-            self._silent[part] = _Silence(failures, answer, until)
+            self._note_answer(part, _Silence(failures, answer, until))
         else:
-            self._silent.pop(part, None)
-        self._count_unreachable()
+            self._note_answer(part, None)
         return answer
 
-    def _count_unreachable(self) -> None:
-        HEADS_UNREACHABLE.set(len({uid for uid, _ in self._silent}))
+    def _note_answer(self, part: tuple[str, str], silence: _Silence | None) -> None:
+        """Remember that a part of a head did not answer; None: it did."""
+        known = part in self._silent
+        if silence:
+            self._silent[part] = silence
+        else:
+            self._silent.pop(part, None)
+        if known != (silence is not None):
+            HEADS_UNREACHABLE.set(len({uid for uid, _ in self._silent}))
 
     async def head_address(
         self, run: AgenticRun, objects: ObservedObjects

@@ -1,7 +1,8 @@
-"""Reconcile workers, which take keys off the queue, and the periodic resync of all runs.
+"""Reconcile workers, one for each run that is reconciled, and the periodic resync of all runs.
 
-There are many of them, because most wait for the answer of a head pod. `Reconciler` limits how many
-read and write at the same time.
+Their number is not limited, because most wait for the answer of a head pod: heads that do not
+answer, however many, must delay no healthy run. `Reconciler` limits how many read and write at the
+same time, and a run stays in the queue until one more may.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ from agenticrun_operator.metrics import RECONCILE_SECONDS, RECONCILES
 from agenticrun_operator.planning.times import backoff_seconds
 from agenticrun_operator.workqueue import Item, Key, WorkQueue
 
-WORKERS = 256
-"""Runs that are reconciled at the same time. An unreachable head keeps one of them busy for at most
-10 s of every 40 s, so that healthy runs do not wait for less than 1,000 unreachable ones."""
 MAX_BACKOFF_SECONDS = 60.0
 """Longest delay after an error that is a bug."""
 MAX_UNAVAILABLE_SECONDS = 4.0
@@ -33,33 +31,40 @@ log = logging.getLogger(__name__)
 
 
 class ReconcileWorkers:
-    """A fixed number of asyncio tasks that reconcile runs while this process is the leader."""
+    """Takes runs off the queue while this process is the leader, each into a task of its own."""
 
     def __init__(
         self,
         queue: WorkQueue,
         reconcile: Callable[[Item], Awaitable[float | None]],
         leading: asyncio.Event,
-        count: int = WORKERS,
+        slots: asyncio.Semaphore,
     ):
+        """Create it.
+
+        Args:
+            queue: the queue.
+            reconcile: reconciles a run; returns the seconds until the next look.
+            leading: set while this process is the leader.
+            slots: those of the reconciler. While none is free, runs stay in the queue, so that
+                its length shows how far behind the operator is.
+        """
         self._queue = queue
         self._reconcile = reconcile
         self._leading = leading
-        self._count = count
+        self._slots = slots
         self._failures: dict[Key, int] = {}
         self._began: dict[Key, float] = {}
         """When each present reconciliation began, the earliest first."""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        """The dispatcher, the present workers, and those that have died."""
 
     def start(self) -> None:
-        """Start the tasks."""
-        self._tasks = [
-            asyncio.create_task(self._work(), name=f"reconcile-worker-{index}")
-            for index in range(self._count)
-        ]
+        """Start to take runs off the queue."""
+        self._tasks = {asyncio.create_task(self._dispatch(), name="dispatcher")}
 
     async def stop(self) -> None:
-        """Cancel the tasks and wait for them to end."""
+        """Cancel all tasks and wait for them to end."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -70,9 +75,14 @@ class ReconcileWorkers:
             self._queue.add(key)
 
     @property
-    def alive(self) -> int:
-        """Number of running tasks. If one has ended, that is a bug and the liveness probe fails."""
-        return sum(not task.done() for task in self._tasks)
+    def alive(self) -> bool:
+        """True unless a task has ended with an error, which is a bug: the liveness probe fails."""
+        return bool(self._tasks) and not any(task.done() for task in self._tasks)
+
+    @property
+    def busy(self) -> int:
+        """Number of runs that are reconciled now."""
+        return len(self._began)
 
     @property
     def longest_seconds(self) -> float:
@@ -80,25 +90,36 @@ class ReconcileWorkers:
         began = next(iter(self._began.values()), None)
         return 0.0 if began is None else time.perf_counter() - began
 
-    async def _work(self) -> None:
+    async def _dispatch(self) -> None:
         while True:
+            async with self._slots:
+                pass
             item = await self._queue.get()
             await self._leading.wait()
-            started = self._began[item.key] = time.perf_counter()
-            try:
-                with about_run(*item.key):
-                    delay = await self._reconcile_or_back_off(item)
-            finally:
-                del self._began[item.key]
-                self._queue.done(item.key)
-                RECONCILE_SECONDS.observe(time.perf_counter() - started)
-            if delay is not None:
-                self._queue.add_after(item.key, delay * random.uniform(1 - JITTER, 1 + JITTER))
+            self._began[item.key] = time.perf_counter()
+            name = f"reconcile {'/'.join(item.key)}"
+            worker = asyncio.create_task(self._work(item), name=name)
+            self._tasks.add(worker)
+            worker.add_done_callback(self._ended)
+
+    def _ended(self, worker: asyncio.Task[None]) -> None:
+        if not worker.cancelled() and worker.exception() is None:
+            self._tasks.discard(worker)
+
+    async def _work(self, item: Item) -> None:
+        try:
+            with about_run(*item.key):
+                delay = await self._reconcile_or_back_off(item)
+        finally:
+            RECONCILE_SECONDS.observe(time.perf_counter() - self._began.pop(item.key))
+            self._queue.done(item.key)
+        if delay is not None:
+            self._queue.add_after(item.key, delay * random.uniform(1 - JITTER, 1 + JITTER))
 
     async def _reconcile_or_back_off(self, item: Item) -> float | None:
         try:
             delay = await self._reconcile(item)
-        except Exception as error:  # an error in one run must not end the reconcile worker
+        except Exception as error:  # an error in one run must not end the operator
             return self._back_off(item.key, error)
         self._failures.pop(item.key, None)
         RECONCILES.labels(result="ok").inc()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import time
 
-import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
@@ -19,6 +19,7 @@ from agenticrun_operator.cluster import (
     ProxyTransport,
     RunHead,
     connect,
+    head_session,
 )
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.metrics import (
@@ -30,7 +31,7 @@ from agenticrun_operator.metrics import (
     serve_page,
 )
 from agenticrun_operator.operator_key import wait_for_key
-from agenticrun_operator.reconcile_workers import WORKERS, ReconcileWorkers, resync
+from agenticrun_operator.reconcile_workers import ReconcileWorkers, resync
 from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.run_metrics import run_registry
 from agenticrun_operator.settings import HeadAccess, Settings
@@ -39,7 +40,20 @@ from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.watches import Watch
 from agenticrun_operator.workqueue import Key, WorkQueue
 
+CHILD_EVENTS_SECONDS = 0.5
+"""Shortest time between two looks at a run because of its RayCluster or pods."""
+
 log = logging.getLogger(__name__)
+
+
+def allow_many_connections() -> None:
+    """Raise the process's limit of open files as far as it may: each run needs two connections.
+
+    Prometheus shows the limit and the use as process_max_fds and process_open_fds.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class OperatorRuntime:
@@ -56,11 +70,13 @@ class OperatorRuntime:
         """Connect to the apiserver and start all background tasks."""
         settings = self._settings
         self._kube = KubeClient(await connect(), settings.namespaces)
-        self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        allow_many_connections()
+        self._session = head_session()
         direct = settings.head_access is HeadAccess.DIRECT
         transport: HeadTransport = (
             DirectTransport(self._session) if direct else ProxyTransport(self._kube)
         )
+        slots = asyncio.Semaphore(settings.workers)
         self._reconciler = Reconciler(
             self._kube,
             RunHead(transport),
@@ -69,7 +85,7 @@ class OperatorRuntime:
             settings.key
             or await wait_for_key(self._kube, *settings.operator_key_secret.split("/")),
             settings.full_look_seconds,
-            asyncio.Semaphore(settings.workers),
+            slots,
             self._slow_writes,
             default_ttl=settings.ttl_seconds_after_finished,
         )
@@ -81,7 +97,7 @@ class OperatorRuntime:
             recovered=self._apiserver_recovered,
         )
         self.reconcile_workers = ReconcileWorkers(
-            self.queue, self._reconciler.reconcile, self._leadership.held
+            self.queue, self._reconciler.reconcile, self._leadership.held, slots
         )
         self.reconcile_workers.start()
         QUEUE_LENGTH.set_function(lambda: len(self.queue))
@@ -146,8 +162,8 @@ class OperatorRuntime:
             self.check_alive()
         except RuntimeError as error:
             return web.Response(status=500, text=f"{error}\n")
-        workers, seconds = self.reconcile_workers.alive, round(self.seconds_since_event, 1)
-        return web.json_response({"workers": workers, "secondsSinceEvent": seconds})
+        busy, seconds = self.reconcile_workers.busy, round(self.seconds_since_event, 1)
+        return web.json_response({"reconciling": busy, "secondsSinceEvent": seconds})
 
     def _apiserver_recovered(self) -> None:
         self.reconcile_workers.retry_failed()
@@ -159,9 +175,12 @@ class OperatorRuntime:
             self.queue.add(run)
 
     def _child_changed(self, run: Key) -> None:
-        """Handle a watch event of a RayCluster or pod of a run."""
+        """Handle a watch event of a RayCluster or pod of a run.
+
+        A thousand pods that start make thousands of events.
+        """
         self._note_event()
-        self.queue.add(run)
+        self.queue.add_throttled(run, CHILD_EVENTS_SECONDS)
 
     @property
     def seconds_since_event(self) -> float:
@@ -176,11 +195,10 @@ class OperatorRuntime:
                 liveness probe makes the kubelet restart the operator.
         """
         dead = [task.get_name() for task in self._background if task.done()]
-        alive = self.reconcile_workers.alive
-        if dead or alive < WORKERS:
-            raise RuntimeError(
-                f"{alive} of {WORKERS} reconcile workers run; ended background tasks: {dead}"
-            )
+        if dead:
+            raise RuntimeError(f"ended background tasks: {dead}")
+        if not self.reconcile_workers.alive:
+            raise RuntimeError("a reconcile worker has died")
 
     def _note_event(self) -> None:
         self._last_event = time.monotonic()

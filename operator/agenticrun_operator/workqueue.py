@@ -1,7 +1,8 @@
 """A work queue of keys: a key waits at most once, and one reconcile worker at a time handles it.
 
-`add` reports a change; `add_after` schedules another look at the key. A key that is added while it
-is being handled is handled once more afterwards. Of several due times, the earliest wins.
+`add` reports a change, `add_throttled` one of many; `add_after` schedules another look at the key.
+A key that is added while it is being handled is handled once more afterwards. Of several due times,
+the earliest wins.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class WorkQueue:
         self._handled: set[Key] = set()
         self._again: set[Key] = set()
         self._timers: dict[Key, asyncio.TimerHandle] = {}
+        self._throttled: dict[Key, bool] = {}
+        """Keys with a change a moment ago. True: there was another one since."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -53,6 +56,19 @@ class WorkQueue:
         """Report a change: the key is handled as soon as possible."""
         self._changed.add(key)
         self._enqueue(key)
+
+    def add_throttled(self, key: Key, seconds: float) -> None:
+        """Report one of many changes: the first is handled at once, the next after `seconds`."""
+        if key in self._throttled:
+            self._throttled[key] = True
+            return
+        self._throttled[key] = False
+        asyncio.get_running_loop().call_later(seconds, self._end_throttling, key, seconds)
+        self.add(key)
+
+    def _end_throttling(self, key: Key, seconds: float) -> None:
+        if self._throttled.pop(key):
+            self.add_throttled(key, seconds)
 
     def add_after(self, key: Key, seconds: float) -> None:
         """Handle the key after `seconds`, unless it is handled earlier."""

@@ -3,7 +3,12 @@
 from agenticrun_operator.cluster.head import HeadAddress, RunHead
 from agenticrun_operator.cluster.kube import KubeClient, connect
 from agenticrun_operator.cluster.protocols import Head, Kube
-from agenticrun_operator.cluster.transports import DirectTransport, HeadTransport, ProxyTransport
+from agenticrun_operator.cluster.transports import (
+    DirectTransport,
+    HeadTransport,
+    ProxyTransport,
+    head_session,
+)
 from agenticrun_operator.errors import (
     AlreadyExists,
     ClusterError,
@@ -49,4 +54,5 @@ __all__ = [
     "WatchExpired",
     "WebhookUnavailable",
     "connect",
+    "head_session",
 ]

@@ -14,6 +14,10 @@ from agenticrun_operator.errors import HeadUnreachable, KubeUnavailable
 TIMEOUT_SECONDS = 10.0
 """Timeout of a whole request."""
 CONNECT_SECONDS = 3.0
+CONNECTIONS_PER_PORT = 4
+"""Of one head: a look needs one, an action and a log file another."""
+KEEPALIVE_SECONDS = 10.0
+"""Unused connections are closed after this time. A run that trains is looked at more often."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,21 @@ class HeadTransport(Protocol):
         limit: int,
         timeout: float = TIMEOUT_SECONDS,
     ) -> Response: ...
+
+
+def head_session() -> aiohttp.ClientSession:
+    """Return a session for requests to head pods.
+
+    It has as many connections as heads need: one that accepts connections and never answers keeps
+    two until they time out, and with a limit, enough of them would make healthy heads unreachable.
+    """
+    connector = aiohttp.TCPConnector(
+        limit=0,
+        limit_per_host=CONNECTIONS_PER_PORT,
+        keepalive_timeout=KEEPALIVE_SECONDS,
+        use_dns_cache=False,
+    )
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
 
 
 class DirectTransport:

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from agenticrun_operator.metrics import serve_page
-from agenticrun_operator.reconcile_workers import WORKERS, ReconcileWorkers
+from agenticrun_operator.reconcile_workers import ReconcileWorkers
 from agenticrun_operator.runtime import OperatorRuntime
 from agenticrun_operator.settings import Settings
 from agenticrun_operator.workqueue import Item
@@ -53,11 +53,12 @@ async def test_the_health_page_fails_when_a_background_task_has_ended(
 
     task = asyncio.create_task(asyncio.sleep(60), name="lease")
     runtime._background = [task]
-    runtime.reconcile_workers = ReconcileWorkers(runtime.queue, reconcile, asyncio.Event())
+    slots = asyncio.Semaphore()
+    runtime.reconcile_workers = ReconcileWorkers(runtime.queue, reconcile, asyncio.Event(), slots)
     runtime.reconcile_workers.start()
     healthy = await runtime._health()
     assert healthy.status == 200
-    assert json.loads(healthy.text or "")["workers"] == WORKERS
+    assert json.loads(healthy.text or "")["reconciling"] == 0
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     ill = await runtime._health()

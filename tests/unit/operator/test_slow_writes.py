@@ -213,7 +213,7 @@ def test_fifty_creations_that_hang_delay_no_look_at_a_healthy_run() -> None:
                 reason = provisioned(operator.world)[1]
                 reasons[item.key].setdefault(reason, loop.time())
 
-        workers = ReconcileWorkers(queue, reconcile, leading)
+        workers = ReconcileWorkers(queue, reconcile, leading, slots)
         workers.start()
         leading.set()
         for key in operators:

@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 
 from agenticrun_api import Phase, Role
+from agenticrun_operator import observing, runtime
+from agenticrun_operator.cluster import DirectTransport, head_session
+from agenticrun_operator.cluster.kube import Response
+from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.observed import Unreachable
 from agenticrun_operator.reconcile_workers import ReconcileWorkers
 from agenticrun_operator.workqueue import Item, WorkQueue
+from fleet import Fleet, own_time
 from operator_world import Operator, World
+from waiting import eventually_in_loop
 
 HEALTHY, UNREACHABLE = 5, 20
 
@@ -75,7 +81,7 @@ async def test_twenty_heads_that_never_answer_do_not_delay_healthy_runs() -> Non
             done.set()
         return delay / 100
 
-    workers = ReconcileWorkers(queue, reconcile, leading)
+    workers = ReconcileWorkers(queue, reconcile, leading, slots)
     workers.start()
     for key in runs:
         queue.add(key)
@@ -171,3 +177,80 @@ async def test_a_pod_that_changes_while_a_head_takes_its_time_shows_in_the_same_
     await operator.reconcile(changed=False)
     ready = {item.name: item.ready for item in world.status.roles}
     assert ready == {"driver": 1, "trainer": 1, "inference": 1, "env": 0}
+
+
+async def test_five_hundred_heads_that_never_answer_delay_no_healthy_run() -> None:
+    """They accept connections, on real sockets. All hang at once, and were healthy until then."""
+    runtime.allow_many_connections()
+    fleet = Fleet()
+    healthy, hung = await fleet.add_training(5), await fleet.add_training(500)
+    fleet.hung = {fleet.address(run) for run in hung}
+    async with fleet.reconciled():
+        began = own_time()
+        await asyncio.sleep(12)
+        ended = own_time()
+    assert fleet.longest_gap(healthy, began, ended) <= 5
+    assert all(fleet.looks[run] for run in hung), "they are looked at, too"
+
+
+async def test_hundreds_of_connections_that_hang_leave_one_for_a_healthy_head() -> None:
+    async def hang(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hanging.append(writer)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 204 No Content\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    hanging: list[asyncio.StreamWriter] = []
+    servers = [
+        await asyncio.start_server(each, "0.0.0.0", 0, backlog=4096) for each in (hang, answer)
+    ]
+    ports = [server.sockets[0].getsockname()[1] for server in servers]
+    async with head_session() as session:
+        transport = DirectTransport(session)
+
+        async def ask(port: int, address: str) -> Response:
+            pod = PodAddress("team", "head", address)
+            return await transport.request("GET", pod, port, "/", headers={}, limit=10, timeout=60)
+
+        asked = [
+            asyncio.create_task(ask(ports[0], f"127.1.{number // 200}.{number % 200 + 1}"))
+            for number in range(600)
+        ]
+        await eventually_in_loop(lambda: len(hanging) == 600, 60, "all are connected")
+        assert (await ask(ports[1], "127.0.0.1")).status == 204
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+    for writer in hanging:
+        writer.close()
+    for server in servers:
+        server.close()
+
+
+async def test_heads_that_hung_before_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them are not asked, and keep no connections, until their next look."""
+    monkeypatch.setattr(observing, "SUSPICIOUS_QUESTIONS", 1)
+    operator = await training()
+    world = operator.world
+    world.ray_down = world.reporter_down = True
+    operator.use_head(world)
+    await operator.reconcile()
+    asking, release = asyncio.Event(), asyncio.Event()
+
+    async def slowly(*_: Any) -> Unreachable:
+        asking.set()
+        await release.wait()
+        return Unreachable("no answer")
+
+    monkeypatch.setattr(world, "job", slowly)
+    world.requests.clear()
+    look = asyncio.create_task(operator.reconcile())
+    await asyncio.wait_for(asking.wait(), 60)
+    await asyncio.sleep(0)
+    assert "get progress" not in world.requests, "the only question is the one to Ray"
+    release.set()
+    await look
+    await operator.reconcile()
+    assert world.status.phase is Phase.RUNNING

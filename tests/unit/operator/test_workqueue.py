@@ -81,3 +81,21 @@ async def test_the_age_of_the_first_key_is_that_of_its_report() -> None:
     assert queue.oldest_seconds == 1, "now B is the first"
     await queue.get()
     assert queue.oldest_seconds == 0
+
+
+async def test_of_many_changes_the_first_is_handled_at_once_and_the_others_together() -> None:
+    queue = WorkQueue()
+
+    def change() -> int:
+        for _ in range(100):
+            queue.add_throttled(A, 0.2)
+        return len(queue)
+
+    assert change() == 1
+    queue.done((await queue.get()).key)
+    assert change() == 0, "not yet"
+    assert await asyncio.wait_for(queue.get(), 60) == Item(A, changed=True)
+    queue.done(A)
+    await asyncio.sleep(0.5)
+    assert len(queue) == 0, "nothing is left"
+    assert change() == 1, "the first one after a pause is handled at once"

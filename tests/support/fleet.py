@@ -1,0 +1,262 @@
+"""Many runs on one reconciler: an apiserver in memory, and heads on real sockets.
+
+Each run is a copy of the one of an `operator_world`, with a namespace and uids of its own. Its head
+listens on a loopback address of its own, so that the operator's real client asks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agenticrun_api import AgenticRunStatus, Role
+from agenticrun_api.names import DASHBOARD_PORT, KIND, LABEL_ROLE, REPORTER_PORT
+from agenticrun_operator.cluster import (
+    AlreadyExists,
+    Conflict,
+    DirectTransport,
+    KubeUnavailable,
+    RunHead,
+    head_session,
+)
+from agenticrun_operator.cluster.kube import Propagation, Response
+from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.reconcile_workers import ReconcileWorkers
+from agenticrun_operator.reconciler import Reconciler, utc_now
+from agenticrun_operator.resources import Event, Manifest
+from agenticrun_operator.slow_writes import SlowWrites
+from agenticrun_operator.watch_cache import WatchCache, WatchedObjects
+from agenticrun_operator.workqueue import Item, Key, WorkQueue
+from operator_world import IMAGES, KEY, NAME, NAMESPACE, Operator, World, copied, training
+
+PORTS = (DASHBOARD_PORT, REPORTER_PORT)
+
+
+def own_time() -> float:
+    """Return a time in seconds that stands still while other processes have the CPU.
+
+    A gap between two looks is then that of an operator with a CPU of its own.
+    """
+    waited = int(Path("/proc/self/schedstat").read_text().split()[1])
+    return time.monotonic() - waited / 1e9
+
+
+class Fleet:
+    """The apiserver and the heads of many runs. Implements `protocols.Kube`."""
+
+    def __init__(self) -> None:
+        self.watched = WatchedObjects(lambda _: None, lambda _: None)
+        self.hung: set[str] = set()
+        """Addresses of the heads that accept connections and never answer."""
+        self.blocked_seconds = 10.0
+        """Time after which a webhook fails that each creation of a RayCluster waits for."""
+        self.looks: dict[Key, list[float]] = {}
+        """Times of the finished looks at each run, of `own_time`."""
+        self._objects: dict[str, dict[tuple[str, str], Manifest]] = {}
+        """By namespace, then by kind and name."""
+        self._answers: dict[str, dict[int, bytes]] = {}
+        """Of each head, by its address and port."""
+        self._versions = itertools.count(10**6)
+        for cache in (self.watched.runs, self.watched.clusters, self.watched.pods):
+            cache.resumed(None)
+
+    async def add_training(self, count: int) -> list[Key]:
+        """Add runs that train."""
+        world = World(now=utc_now() - timedelta(seconds=60))
+        world.apply_run()
+        await training(Operator(world))
+        return [self._add_training(world, len(self._objects)) for _ in range(count)]
+
+    def _add_training(self, world: World, number: int) -> Key:
+        address = f"127.1.{number // 200}.{number % 200 + 1}"
+        own = partial(_renamed, number=number)
+        for pod in (objects := own(list(world.objects.values()))):
+            if pod["metadata"].get("labels", {}).get(LABEL_ROLE) == Role.DRIVER.value:
+                pod["status"]["podIP"] = address
+        (job,), (report,) = world.live_jobs(), world.reports.values()
+        self._answers[address] = {
+            DASHBOARD_PORT: json.dumps(own(job.details())).encode(),
+            REPORTER_PORT: json.dumps(
+                own(json.loads(report.model_dump_json(by_alias=True)))
+            ).encode(),
+        }
+        return self._add(objects)
+
+    def add_blocked(self, count: int) -> list[Key]:
+        """Add runs whose RayCluster cannot be created, because a webhook does not answer."""
+        world = World(now=utc_now())
+        world.apply_run()
+        return [self._add([_renamed(world.run, len(self._objects))]) for _ in range(count)]
+
+    def _add(self, objects: list[Manifest]) -> Key:
+        namespace = objects[0]["metadata"]["namespace"]
+        for item in objects:
+            self._store(item)
+        self.looks[namespace, NAME] = []
+        return namespace, NAME
+
+    def address(self, run: Key) -> str:
+        """Return the address of a run's head."""
+        pods = (item for (kind, _), item in self._objects[run[0]].items() if kind == "Pod")
+        head = next(pod for pod in pods if pod["metadata"]["labels"][LABEL_ROLE] == "driver")
+        address: str = head["status"]["podIP"]
+        return address
+
+    def longest_gap(self, runs: Iterable[Key], began: float, ended: float) -> float:
+        """Return the longest time between two looks at one of the runs, in seconds."""
+        times = ([began, *(t for t in self.looks[run] if t > began), ended] for run in runs)
+        return max(late - early for ts in times for early, late in itertools.pairwise(ts))
+
+    @asynccontextmanager
+    async def reconciled(self, slots: int = 4) -> AsyncIterator[WorkQueue]:
+        """Reconcile all runs with the operator's own parts."""
+        queue, leading = WorkQueue(), asyncio.Event()
+        leading.set()
+        semaphore = asyncio.Semaphore(slots)
+        async with self._served() as ports, head_session() as session:
+            transport = _PortsTransport(session, ports)
+            reconciler = Reconciler(
+                self,
+                RunHead(transport),
+                self.watched,
+                IMAGES,
+                KEY,
+                20.0,
+                semaphore,
+                SlowWrites(queue.add),
+            )
+
+            async def reconcile(item: Item) -> float | None:
+                try:
+                    return await reconciler.reconcile(item)
+                finally:
+                    self.looks[item.key].append(own_time())
+
+            workers = ReconcileWorkers(queue, reconcile, leading, semaphore)
+            workers.start()
+            for key in self.looks:
+                queue.add(key)
+            yield queue
+            await workers.stop()
+
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[dict[int, int]]:
+        """Serve the heads. Yields the port in place of each port of a head."""
+        servers = {
+            port: await asyncio.start_server(
+                partial(self._serve, port=port), "0.0.0.0", 0, backlog=4096
+            )
+            for port in PORTS
+        }
+        yield {port: server.sockets[0].getsockname()[1] for port, server in servers.items()}
+        for server in servers.values():
+            server.close()
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int
+    ) -> None:
+        address = writer.get_extra_info("sockname")[0]
+        try:
+            while True:
+                await reader.readuntil(b"\r\n\r\n")
+                if address in self.hung:
+                    await reader.read()  # until the client gives up
+                    return
+                body = self._answers[address][port]
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        finally:
+            writer.close()
+
+    # -- protocols.Kube ----------------------------------------------------------------------------
+
+    async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
+        return copied(self._objects[namespace].get((kind, name)))
+
+    async def list_run_keys(self) -> list[Key]:
+        return list(self.looks)
+
+    async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
+        objects = self._objects[namespace].items()
+        return copied([item for (kind, _), item in objects if kind == "Pod"])
+
+    async def list_pod_warnings(self, namespace: str, pod_uid: str) -> list[Manifest]:
+        return []
+
+    async def create(self, manifest: Manifest) -> None:
+        metadata = manifest["metadata"]
+        if manifest["kind"] == "RayCluster":
+            await asyncio.sleep(self.blocked_seconds)
+            raise KubeUnavailable("failed calling webhook: context deadline exceeded")
+        if (manifest["kind"], metadata["name"]) in self._objects[metadata["namespace"]]:
+            raise AlreadyExists(metadata["name"])
+        uid = f"{metadata['namespace']}-{manifest['kind']}"
+        self._store(copied({**manifest, "metadata": {**metadata, "uid": uid}}))
+
+    async def put(self, manifest: Manifest) -> Manifest:
+        raise AssertionError("nothing is changed")
+
+    async def delete(
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        uid: str,
+        force: bool = False,
+        propagation: Propagation = "Background",
+    ) -> None:
+        raise AssertionError("nothing is deleted")
+
+    async def write_status(self, run: Manifest, status: AgenticRunStatus) -> Manifest:
+        metadata = run["metadata"]
+        stored = self._objects[metadata["namespace"]][KIND, metadata["name"]]
+        if stored["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
+            raise Conflict(metadata["name"])
+        stored["status"] = status.to_dict()
+        self._store(stored)
+        return copied(stored)
+
+    async def post_event(self, run: Manifest, event: Event) -> None:
+        return
+
+    def _store(self, item: Manifest) -> None:
+        metadata = item["metadata"]
+        metadata["resourceVersion"] = str(next(self._versions))
+        objects = self._objects.setdefault(metadata["namespace"], {})
+        objects[item["kind"], metadata["name"]] = item
+        watches = self.watched
+        caches: dict[str, WatchCache[Any]] = {
+            KIND: watches.runs,
+            "RayCluster": watches.clusters,
+            "Pod": watches.pods,
+        }
+        if cache := caches.get(item["kind"]):
+            cache.put(item)
+
+
+class _PortsTransport(DirectTransport):
+    def __init__(self, session: Any, ports: Mapping[int, int]):
+        super().__init__(session)
+        self._ports = ports
+
+    async def request(
+        self, method: str, pod: PodAddress, port: int, path: str, **arguments: Any
+    ) -> Response:
+        return await super().request(method, pod, self._ports[port], path, **arguments)
+
+
+def _renamed(content: Any, number: int) -> Any:
+    """Return a copy of JSON in the namespace and with the uids of another run."""
+    text = json.dumps(content).replace("-uid", f"-uid-{number}")
+    return json.loads(
+        text.replace(f'"namespace": "{NAMESPACE}"', f'"namespace": "{NAMESPACE}-{number}"')
+    )
