@@ -12,6 +12,7 @@ import re
 
 from agenticrun_api import AgenticRun, AgenticRunStatus, Reason
 from agenticrun_api.load import repair_status
+from agenticrun_api.names import KIND
 from agenticrun_operator.cluster import (
     AlreadyExists,
     ClusterError,
@@ -124,6 +125,10 @@ class Applier:
         pods, so that nothing that they report can stop suspension, deadlines or deletion. If this
         is refused as well, nothing can be recorded, and so nothing may be done.
 
+        Args:
+            document: the metadata of the run that the plan was made for.
+            plan: the plan.
+
         Returns:
             The run as it is stored now.
 
@@ -150,7 +155,11 @@ class Applier:
             await self._report(
                 document, Event(Reason.STATUS_REFUSED, f"{what}: {refusal}", "Warning")
             )
-        reduced = without_reports(plan.status, repair_status(document.get("status")))
+        metadata = document["metadata"]
+        current = await self._kube.get(KIND, metadata["namespace"], metadata["name"])
+        if current is None:
+            raise NotFound(metadata["name"])
+        reduced = without_reports(plan.status, repair_status(current.get("status")))
         return await self._kube.write_status(document, reduced)
 
     def forget(self, run: AgenticRun) -> None:

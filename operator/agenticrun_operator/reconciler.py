@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from agenticrun_api import (
     AgenticRun,
     ConditionType,
     InvalidRun,
+    Metadata,
     Phase,
     Progress,
 )
@@ -48,7 +50,7 @@ from agenticrun_operator.planning import (
 from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.planning.times import backoff_seconds
 from agenticrun_operator.resources import CLAIM_KIND, Manifest, OperatorKey, WorkerImages
-from agenticrun_operator.run_metrics import RunState
+from agenticrun_operator.run_metrics import EndedRun, RunState
 from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item, Key
@@ -74,9 +76,12 @@ class RunCache:
     resourceVersion.
     """
 
-    document: Manifest
+    metadata: Manifest
+    """Names, uid and resourceVersion of the run that was read or written last."""
+    status_hash: int
+    """Hash of its status as it was stored, which an older CRD may have cut."""
     run: AgenticRun
-    """The document, parsed once."""
+    """The run, parsed once."""
     objects: ObservedObjects
     looked_at: datetime
     children_read_at: datetime
@@ -95,6 +100,17 @@ class RunCache:
     """Submission id and end time of the newest attempt that this operator saw end."""
     progress: Progress | None = None
     """The newest progress snapshot of an attempt that has started, for metrics only."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What stays of a run that has ended, until it changes."""
+
+    version: str
+    """Its resourceVersion."""
+    metrics: EndedRun
+    next_look: datetime | None
+    """Time of the next look; None: only a change is a reason for one."""
 
 
 def utc_now() -> datetime:
@@ -146,29 +162,34 @@ class Reconciler:
         self._clock = clock
         self._default_ttl = default_ttl
         self._cache: dict[Key, RunCache] = {}
-        self._unreadable: dict[Key, RunState] = {}
-        """Runs that cannot be read, with their status."""
+        self._ended: dict[Key, _Ended] = {}
+        """Runs that have ended and have no RayCluster and no pods."""
+        self._unreadable: dict[Key, RunState | EndedRun] = {}
+        """Runs that cannot be read."""
 
     def is_current(self, key: Key) -> bool:
         """Return True if the newest version of the run that the watch saw was read or written here.
 
         Then the watch event is no change.
         """
-        cached = self._cache.get(key)
         version = self._watched.version(key)
-        return cached is not None and cached.document["metadata"]["resourceVersion"] == version
+        if ended := self._ended.get(key):
+            return ended.version == version
+        cached = self._cache.get(key)
+        return cached is not None and cached.metadata["resourceVersion"] == version
 
     def known_keys(self) -> list[Key]:
         """Return the runs that are remembered here."""
-        return [*self._cache, *self._unreadable]
+        return [*self._cache, *self._ended, *self._unreadable]
 
-    def run_states(self) -> list[RunState]:
+    def run_states(self) -> list[RunState | EndedRun]:
         """Return what is known of each run, for metrics.
 
         A run that cannot be read and has not ended is only counted: its status is old.
         """
         return [
             *(RunState(key, item.run.status, item.progress) for key, item in self._cache.items()),
+            *(item.metrics for item in self._ended.values()),
             *(state for state in self._unreadable.values() if state.ended),
         ]
 
@@ -179,6 +200,8 @@ class Reconciler:
             Seconds until the next look if no watch event comes earlier, or None for no next look.
         """
         key = item.key
+        if (ended := self._ended.get(key)) and self._stays(key, ended):
+            return (ended.next_look - self._clock()).total_seconds() if ended.next_look else None
         conflicts = self._conflicts.get(key, 0)
         cached = self._cache.get(key)
         if cached and item.changed:
@@ -195,7 +218,29 @@ class Reconciler:
             self._forget(key)
             return None
         self._conflicts.pop(key, None)
+        self._release(key, delay)
         return delay
+
+    def _stays(self, key: Key, ended: _Ended) -> bool:
+        """Return True if there is nothing to do for a run that has ended."""
+        due = ended.next_look is not None and self._clock() >= ended.next_look
+        return self.is_current(key) and not self._watched.children_may_exist(key) and not due
+
+    def _release(self, key: Key, delay: float | None) -> None:
+        """Keep only the metrics of a run that has ended and has no RayCluster and no pods.
+
+        A look reads it again, if it changes or its time is over.
+        """
+        cached = self._cache.get(key)
+        if cached is None or not cached.run.status.phase.finished:
+            return
+        if self._watched.children_may_exist(key):
+            return
+        state = RunState(key, cached.run.status)
+        next_look = None if delay is None else self._clock() + timedelta(seconds=delay)
+        version = cached.metadata["resourceVersion"]
+        self._forget(key)
+        self._ended[key] = _Ended(version, EndedRun.of(state), next_look)
 
     async def _look_and_act(self, key: Key, again: bool, fresh: bool) -> float | None:
         """Look at the run and carry out a plan.
@@ -227,7 +272,7 @@ class Reconciler:
         await self._act_on_job(key, cached, plan_)  # other runs go on meanwhile
         return plan_.requeue_after
 
-    def _read(self, document: Manifest, before: RunCache | None) -> AgenticRun:
+    def _read(self, document: Manifest, before: RunCache | None, status_hash: int) -> AgenticRun:
         """Return the run with the installation's defaults.
 
         It has the status that was written last as long as no one has changed it.
@@ -235,11 +280,13 @@ class Reconciler:
         Raises:
             InvalidRun: the run cannot be read.
         """
+        if before and before.metadata == _identity(document):
+            return before.run
         run = parse_served(document)
         if self._default_ttl is not None and run.spec.ttl_seconds_after_finished is None:
             ttl = {"ttl_seconds_after_finished": self._default_ttl}
             run = run.model_copy(update={"spec": run.spec.model_copy(update=ttl)})
-        if before is None or before.document.get("status") != document.get("status"):
+        if before is None or before.status_hash != status_hash:
             return run
         return run.model_copy(update={"status": before.run.status})
 
@@ -252,20 +299,24 @@ class Reconciler:
         if before and not (again or fresh or self._is_stale(before)):
             return before, False
         current = before is not None and not fresh and self.is_current(key)
-        document = before.document if before and current else await self._kube.get(KIND, *key)
-        if document is None:
-            self._forget(key)
-            return None, True
-        if before and before.run.metadata.uid != document["metadata"]["uid"]:
-            before = None
-        same = before and before.document["metadata"] == document["metadata"]
-        try:
-            run = before.run if before and same else self._read(document, before)
-        except InvalidRun as error:
-            self._cache.pop(key, None)
-            await self._handle_unreadable(key, document, error)
-            return None, True
-        self._note_unreadable(key, None)
+        if before and current:
+            metadata, status_hash, run = before.metadata, before.status_hash, before.run
+        else:
+            document = await self._kube.get(KIND, *key)
+            if document is None:
+                self._forget(key)
+                return None, True
+            metadata, status_hash = _identity(document), _status_hash(document)
+            if before and before.metadata["uid"] != metadata["uid"]:
+                self._forget(key)
+                before = None
+            try:
+                run = self._read(document, before, status_hash)
+            except InvalidRun as error:
+                self._forget(key)
+                await self._handle_unreadable(key, document, error)
+                return None, True
+            self._forget_ended(key)
         known = before if before and not fresh and self._knows_children(before, run) else None
         if run.status.phase is Phase.PENDING and self._images.missing_engine(run):
             objects = ObservedObjects({}, (), None)  # nothing can be done for it
@@ -275,8 +326,9 @@ class Reconciler:
             )
         now = self._clock()
         cached = replace(
-            before or RunCache(document, run, objects, now, now),
-            document=document,
+            before or RunCache(metadata, status_hash, run, objects, now, now),
+            metadata=metadata,
+            status_hash=status_hash,
             run=run,
             objects=objects,
             looked_at=now,
@@ -341,21 +393,26 @@ class Reconciler:
         job = plan_.status.job if plan_.status else None
         if job and job.end_time:
             cached = replace(cached, ended=(job.submission_id, job.end_time))
-        document = await self._applier.write_status(cached.document, plan_)
-        wrote_at = self._clock() if plan_.status else cached.wrote_at
         if plan_.status:
+            stored = {"metadata": cached.metadata}
+            document = await self._applier.write_status(stored, plan_)
             # Not the stored status: it lacks the fields that an older CRD does not have.
-            written = self._read(document, None).model_copy(update={"status": plan_.status})
-            cached = replace(cached, document=document, run=written)
+            written = {"metadata": Metadata.model_validate(document["metadata"])}
+            cached = replace(
+                cached,
+                metadata=_identity(document),
+                status_hash=_status_hash(document),
+                run=run.model_copy(update=written | {"status": plan_.status}),
+                wrote_at=self._clock(),
+            )
         asked = {delete.uid: self._clock() for delete in plan_.delete}
         cached = replace(
             cached,
-            wrote_at=wrote_at,
-            deletions={**cached.deletions, **asked},
+            deletions=_still_there(cached.deletions, cached.objects) | asked,
             progress=_newest_progress(cached, observed),
         )
         self._cache[key] = cached
-        await self._applier.delete_and_report(plan_, document)
+        await self._applier.delete_and_report(plan_, {"metadata": cached.metadata})
         return plan_, cached
 
     async def _act_on_job(self, key: Key, cached: RunCache, plan_: Plan) -> None:
@@ -446,17 +503,45 @@ class Reconciler:
         self._unreadable.pop(key, None)
         if document:
             state = RunState(key, repair_status(document.get("status")))
-            if state.ended or "deletionTimestamp" not in document["metadata"]:
+            if state.ended:
+                self._unreadable[key] = EndedRun.of(state)
+            elif "deletionTimestamp" not in document["metadata"]:
                 self._unreadable[key] = state
         UNREADABLE_RUNS.set(sum(not state.ended for state in self._unreadable.values()))
 
-    def _forget(self, key: Key) -> None:
+    def _forget_ended(self, key: Key) -> None:
+        """Forget that a run could not be read, or had ended."""
         self._note_unreadable(key, None)
+        self._ended.pop(key, None)
+
+    def _forget(self, key: Key) -> None:
+        self._forget_ended(key)
         self._conflicts.pop(key, None)
         cached = self._cache.pop(key, None)
         if cached:
-            self._observer.ask_again(cached.run.metadata.uid)
+            self._observer.forget(cached.run.metadata.uid)
             self._applier.forget(cached.run)
+
+
+def _identity(document: Manifest) -> Manifest:
+    """Return the metadata that a write needs."""
+    keep = ("name", "namespace", "uid", "resourceVersion")
+    return {key: document["metadata"][key] for key in keep}
+
+
+def _status_hash(document: Manifest) -> int:
+    return hash(json.dumps(document.get("status"), sort_keys=True))
+
+
+def _still_there(
+    deletions: Mapping[str, datetime], objects: ObservedObjects
+) -> dict[str, datetime]:
+    """Return the deletions of objects that still exist."""
+    if not deletions:
+        return {}
+    manifests = (manifest for manifest in objects.children.values() if manifest)
+    uids = {pod.uid for pod in objects.pods} | {item["metadata"]["uid"] for item in manifests}
+    return {uid: asked for uid, asked in deletions.items() if uid in uids}
 
 
 def _newest_progress(cached: RunCache, observed: Observed) -> Progress | None:

@@ -7,17 +7,19 @@ listens on a loopback address of its own, so that the operator's real client ask
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+import tracemalloc
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agenticrun_api import AgenticRunStatus, Role
+from agenticrun_api import AgenticRunStatus, Outcome, Role
 from agenticrun_api.names import DASHBOARD_PORT, KIND, LABEL_ROLE, REPORTER_PORT
 from agenticrun_operator.cluster import (
     AlreadyExists,
@@ -96,10 +98,40 @@ class Fleet:
         world.apply_run()
         return [self._add([_renamed(world.run, len(self._objects))]) for _ in range(count)]
 
+    async def add_ended(self, count: int) -> list[Key]:
+        """Add runs that have succeeded, and whose RayCluster and pods are gone."""
+        world = World(now=utc_now() - timedelta(seconds=60))
+        world.apply_run()
+        operator = Operator(world)
+        await training(operator)
+        world.end_driver(Outcome.SUCCEEDED)
+        await operator.settle(20)
+        assert not world.pods()
+        objects = list(world.objects.values())
+        return [self._add(_renamed(objects, len(self._objects))) for _ in range(count)]
+
+    async def bytes_per_run(self, runs: Sequence[Key]) -> float:
+        """Return the memory that an operator needs per run, its watches included."""
+        first, *others = runs
+        async with self._operator(WorkQueue()) as (reconciler, _):
+            await self._see_and_reconcile(reconciler, first)  # what is needed once
+            tracemalloc.start()
+            for run in others:
+                await self._see_and_reconcile(reconciler, run)
+            gc.collect()
+            needed, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        return needed / len(others)
+
+    async def _see_and_reconcile(self, reconciler: Reconciler, run: Key) -> None:
+        for item in self._objects[run[0]].values():
+            self._show(item)
+        await reconciler.reconcile(Item(run, changed=True))
+
     def _add(self, objects: list[Manifest]) -> Key:
         namespace = objects[0]["metadata"]["namespace"]
         for item in objects:
-            self._store(item)
+            self._objects.setdefault(namespace, {})[item["kind"], item["metadata"]["name"]] = item
         self.looks[namespace, NAME] = []
         return namespace, NAME
 
@@ -116,23 +148,15 @@ class Fleet:
         return max(late - early for ts in times for early, late in itertools.pairwise(ts))
 
     @asynccontextmanager
-    async def reconciled(self, slots: int = 4) -> AsyncIterator[WorkQueue]:
+    async def reconciled(self) -> AsyncIterator[None]:
         """Reconcile all runs with the operator's own parts."""
         queue, leading = WorkQueue(), asyncio.Event()
         leading.set()
-        semaphore = asyncio.Semaphore(slots)
-        async with self._served() as ports, head_session() as session:
-            transport = _PortsTransport(session, ports)
-            reconciler = Reconciler(
-                self,
-                RunHead(transport),
-                self.watched,
-                IMAGES,
-                KEY,
-                20.0,
-                semaphore,
-                SlowWrites(queue.add),
-            )
+        for run in self.looks:
+            for item in self._objects[run[0]].values():
+                self._show(item)
+            queue.add(run)
+        async with self._operator(queue) as (reconciler, slots):
 
             async def reconcile(item: Item) -> float | None:
                 try:
@@ -140,12 +164,20 @@ class Fleet:
                 finally:
                     self.looks[item.key].append(own_time())
 
-            workers = ReconcileWorkers(queue, reconcile, leading, semaphore)
+            workers = ReconcileWorkers(queue, reconcile, leading, slots)
             workers.start()
-            for key in self.looks:
-                queue.add(key)
-            yield queue
+            yield
             await workers.stop()
+
+    @asynccontextmanager
+    async def _operator(
+        self, queue: WorkQueue
+    ) -> AsyncIterator[tuple[Reconciler, asyncio.Semaphore]]:
+        slots, writes = asyncio.Semaphore(16), SlowWrites(queue.add)
+        async with self._served() as ports, head_session() as session:
+            head = RunHead(_PortsTransport(session, ports))
+            yield Reconciler(self, head, self.watched, IMAGES, KEY, 20.0, slots, writes), slots
+            await writes.stop()
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[dict[int, int]]:
@@ -231,16 +263,19 @@ class Fleet:
     def _store(self, item: Manifest) -> None:
         metadata = item["metadata"]
         metadata["resourceVersion"] = str(next(self._versions))
-        objects = self._objects.setdefault(metadata["namespace"], {})
+        objects = self._objects[metadata["namespace"]]
         objects[item["kind"], metadata["name"]] = item
-        watches = self.watched
+        self._show(item)
+
+    def _show(self, item: Manifest) -> None:
+        """Let the watches see an object."""
         caches: dict[str, WatchCache[Any]] = {
-            KIND: watches.runs,
-            "RayCluster": watches.clusters,
-            "Pod": watches.pods,
+            KIND: self.watched.runs,
+            "RayCluster": self.watched.clusters,
+            "Pod": self.watched.pods,
         }
         if cache := caches.get(item["kind"]):
-            cache.put(item)
+            cache.put(copied(item))
 
 
 class _PortsTransport(DirectTransport):

@@ -78,7 +78,7 @@ async def test_reconcile_workers_name_the_run_that_each_of_them_has(
         log.info("of %s", item.key[1])
         raise ValueError("broken")
 
-    workers = ReconcileWorkers(queue, reconcile, leading, count=2)
+    workers = ReconcileWorkers(queue, reconcile, leading, asyncio.Semaphore(2))
     workers.start()
     queue.add(("team", "one"))
     queue.add(("team", "two"))

@@ -170,8 +170,7 @@ def test_a_changed_spec_replaces_the_creation_that_hangs(world: World) -> None:
         operator = Operator(world)
         world.create_seconds["RayCluster"] = 30.0
         await operator.reconcile()
-        world.run["spec"]["roles"]["env"] = {"replicas": 7}
-        world.run["metadata"]["generation"] += 1
+        world.change_run(("roles.env", {"replicas": 7}))
         world.create_seconds.clear()
         await operator.reconcile()
         groups = world.objects["RayCluster", NAME]["spec"]["workerGroupSpecs"]
