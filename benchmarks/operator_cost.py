@@ -7,21 +7,30 @@ document of examples/gpu/eight-plus-eight.yaml as the apiserver serves it, and h
 with the bytes of Ray's job API and of a reporter with 40 metrics. CPU is that of one process
 without the fake apiserver's own, on a fake clock:
 
-- `cpu_ms_per_idle_look`: a Running run without a new step, the reads every 20 s included; the
-  best of several rounds, because other processes disturb the slower ones.
-- `idle_looks_per_second`: its inverse, for one core. A run is looked at every 2 s.
+- `cpu_ms_per_look`: a Running run without a new step, the reads every 20 s included; the best of
+  several rounds, because other processes disturb the slower ones.
+- `looks_per_second`: its inverse, for one core. A run is looked at every 2 s.
 - `cpu_ms_per_look_with_a_step`: each look finds a new step; the status writes included.
-- `cpu_ms_per_idle_look_with_http`: in real time, with the two HTTP requests to the head, from
-  a head in another process.
+- `cpu_ms_per_look_with_http`: in real time, with the two HTTP requests to the head, from a head
+  in another process.
+- `look_ms_1000_pods`: a look after an event of one of 1,000 pods, its reading included.
 
-Requests go to the apiserver, without watches: per idle look, per pod event, and per minute for a
+Requests go to the apiserver, without watches: per look, per pod event, and per minute for a
 Running run without a new step and for one that waits for a worker image (NoEngineImage).
 `status_writes_per_minute` is of a run with a new step each second, `refused_submissions_per_hour`
 of a run whose driver Ray does not take, `conflicts_per_minute` of one whose children the apiserver
 answers with 409, as under contention for a quota.
 
-`healthy_seconds_between_looks` is measured in real time on the real reconcile workers: five healthy
-runs beside twenty whose heads take requests and never answer. The slowest healthy run counts.
+Memory is what Python has allocated, the watches included: `mb_per_1000_finished` for runs that
+have ended and have no pods, `kb_per_training_run` for runs with 11 pods and their connections.
+
+The other figures are measured in real time, on the operator's own workers, reconciler and client of
+heads, with the heads on real sockets (tests/support/fleet.py). A gap is the longest time between
+two looks at one of five healthy runs. Time in which other processes have the CPU does not count.
+
+- `healthy_gap_s_with_50_blocked`: beside 50 runs whose creations a webhook blocks for 10 s.
+- `healthy_gap_s_with_500_hung`: beside 500 runs that were healthy until their heads stopped
+  answering, all at once; `looks_per_minute_at_a_hung_head` is of those.
 """
 
 from __future__ import annotations
@@ -32,11 +41,9 @@ import functools
 import json
 import logging
 import multiprocessing
-import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,29 +53,36 @@ import aiohttp
 from aiohttp import web
 from record import write_record
 
-from agenticrun_api import load_run
+from agenticrun_api import Role, load_run
 from agenticrun_api.names import DASHBOARD_PORT
 from agenticrun_operator.cluster import (
     Conflict,
     DirectTransport,
     HeadAddress,
     HeadTransport,
-    HeadUnreachable,
     RunHead,
 )
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import PodAddress
-from agenticrun_operator.observed import Unreachable
-from agenticrun_operator.reconcile_workers import ReconcileWorkers
-from agenticrun_operator.workqueue import Key, WorkQueue
+from agenticrun_operator.runtime import allow_many_connections
+from agenticrun_operator.workqueue import Item
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
-from operator_world import NAMESPACE, Operator, World
+from fleet import Fleet, own_time
+from operator_world import NAME, NAMESPACE, Operator, World, copied
 
 EXAMPLE = Path(__file__).parents[1] / "examples/gpu/eight-plus-eight.yaml"
 APISERVER = ("get ", "list ", "create ", "delete ", "write status", "post event")
 METRICS = {f"some/metric/of/a/step/number_{number}": number / 7 for number in range(40)}
-HEALTHY, UNREACHABLE = 5, 20
+HEALTHY, BLOCKED, HUNG = 5, 50, 500
+SETTLED_SECONDS = 4.0
+"""Time in which all heads are well."""
+
+
+def spec_of_the_example() -> list[tuple[str, Any]]:
+    """Return the fields of the example's spec, as paths and values."""
+    spec = json.loads(json.dumps(load_run(EXAMPLE).to_dict()))["spec"]
+    return [(f"spec.{name}", value) for name, value in spec.items()]
 
 
 class CountingWorld(World):
@@ -78,12 +92,10 @@ class CountingWorld(World):
     steps = 1000
     max_requests = 0
 
-    def start(self, slots: asyncio.Semaphore | None = None) -> Operator:
-        """Apply the example and let its driver report a step."""
-        document = json.loads(json.dumps(load_run(EXAMPLE).to_dict()))
-        document.pop("status", None)
-        self.apply_run(*((f"spec.{name}", value) for name, value in document["spec"].items()))
-        return Operator(self, slots)
+    def start(self, *changes: tuple[str, Any]) -> Operator:
+        """Apply the example with these changes."""
+        self.apply_run(*spec_of_the_example(), *changes)
+        return Operator(self)
 
     def let_watches_catch_up(self) -> None:
         began = time.process_time()
@@ -153,9 +165,9 @@ class BytesHead(RunHead):
         await self.world.submit(head, *arguments)
 
 
-def bytes_operator(world: CountingWorld, slots: asyncio.Semaphore | None = None) -> Operator:
+def bytes_operator(world: CountingWorld, *changes: tuple[str, Any]) -> Operator:
     """Return an operator that reads the head's answers from bytes, like the real one."""
-    operator = world.start(slots)
+    operator = world.start(*changes)
     head = BytesHead(world, WorldTransport(world))
     operator.use_head(head)
     return operator
@@ -213,9 +225,9 @@ async def measure_looks(figures: dict[str, float], seconds: float, rounds: int) 
         count, spent = await follow(world, operator, seconds)
         costs.append(1000 * spent / count)
         looks += count
-    figures["cpu_ms_per_idle_look"] = min(costs)
-    figures["idle_looks_per_second"] = 1000 / min(costs)
-    figures["requests_per_idle_look"] = world.apiserver_requests() / looks
+    figures["cpu_ms_per_look"] = min(costs)
+    figures["looks_per_second"] = 1000 / min(costs)
+    figures["requests_per_look"] = world.apiserver_requests() / looks
     figures["requests_per_minute_running"] = world.apiserver_requests() / (rounds * seconds / 60)
     world.requests.clear()
     for _ in range(10):
@@ -322,91 +334,67 @@ async def measure_http(figures: dict[str, float], seconds: float, rounds: int) -
     finally:
         head.terminate()
         head.join()
-    figures["cpu_ms_per_idle_look_with_http"] = min(costs)
+    figures["cpu_ms_per_look_with_http"] = min(costs)
 
 
-# -- unreachable heads -----------------------------------------------------------------------------
+# -- many runs -------------------------------------------------------------------------------------
 
 
-class SilentHead:
-    """Takes requests and never answers, until they time out."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-
-    async def job(self, *_: Any) -> Unreachable:
-        await asyncio.sleep(self.seconds)
-        return Unreachable("no answer")
-
-    async def progress(self, *_: Any) -> Unreachable:
-        await asyncio.sleep(self.seconds)
-        return Unreachable("no answer")
-
-    async def submit(self, *_: Any) -> None:
-        raise HeadUnreachable("no answer")
-
-    async def stop(self, *_: Any) -> None:
-        raise HeadUnreachable("no answer")
-
-    async def configure(self, *_: Any) -> None:
-        raise HeadUnreachable("no answer")
-
-    async def request_stop(self, *_: Any) -> None:
-        raise HeadUnreachable("no answer")
+async def measure_pods(figures: dict[str, float], looks: int, rounds: int) -> None:
+    """Measure looks after an event of one of 1,000 pods."""
+    world = CountingWorld()
+    operator = bytes_operator(world, ("spec.roles.env.replicas", 997))
+    await running(world, operator)
+    world.let_watches_catch_up()
+    pod = copied(world.pods(Role.ENV)[0])
+    costs: list[float] = []
+    for _ in range(rounds):
+        began, fake = time.process_time(), world.fake_seconds
+        for number in range(looks):
+            pod["metadata"]["resourceVersion"] = f"changed-{len(costs)}-{number}"
+            world.watched.pods.put(pod)
+            await operator.reconciler.reconcile(Item((NAMESPACE, NAME), changed=True))
+            world.now += timedelta(seconds=1)
+        spent = time.process_time() - began - (world.fake_seconds - fake)
+        costs.append(1000 * spent / looks)
+    assert len(world.pods()) == 1000
+    figures["look_ms_1000_pods"] = min(costs)
 
 
-@asynccontextmanager
-async def workers_of(
-    operators: dict[Key, Operator], slots: asyncio.Semaphore
-) -> AsyncIterator[dict[Key, list[float]]]:
-    """Run the real reconcile workers. Yields the times of all finished looks, by run."""
-    queue, leading = WorkQueue(), asyncio.Event()
-    leading.set()
-    looks: dict[Key, list[float]] = {key: [] for key in operators}
-
-    async def reconcile(item: Any) -> float | None:
-        operator = operators[item.key]
-        delay = await operator.reconcile(changed=item.changed)
-        looks[item.key].append(time.monotonic())
-        operator.world.now += timedelta(seconds=delay or 0)
-        return delay
-
-    workers = ReconcileWorkers(queue, reconcile, leading, slots)
-    workers.start()
-    for key in operators:
-        queue.add(key)
-    yield looks
-    await workers.stop()
+async def measure_memory(figures: dict[str, float], runs: int) -> None:
+    """Measure the memory per run."""
+    fleet = Fleet(*spec_of_the_example())
+    ended = await fleet.bytes_per_run(await fleet.add_ended(runs))
+    figures["mb_per_1000_finished"] = 1000 * ended / 1e6
+    fleet = Fleet(*spec_of_the_example())
+    figures["kb_per_training_run"] = await fleet.bytes_per_run(await fleet.add_training(runs)) / 1e3
 
 
-async def measure_unreachable(figures: dict[str, float], seconds: float) -> None:
-    """Measure how often healthy runs are looked at beside unreachable ones."""
-    operators: dict[Key, Operator] = {}
-    slots = asyncio.Semaphore(4)
-    for number in range(HEALTHY + UNREACHABLE):
-        world = CountingWorld()
-        operator = bytes_operator(world, slots)
-        await running(world, operator)
-        if number >= HEALTHY:
-            operator.use_head(SilentHead(10.0))
-        operators[NAMESPACE, f"run-{number}"] = operator
-    async with workers_of(operators, slots) as looks:
-        began = time.monotonic()
+async def measure_blocked(figures: dict[str, float], seconds: float) -> None:
+    """Measure how often healthy runs are looked at beside runs whose creations hang."""
+    fleet = Fleet()
+    healthy = await fleet.add_training(HEALTHY)
+    fleet.add_blocked(BLOCKED)
+    async with fleet.reconciled():
+        began = own_time()
         await asyncio.sleep(seconds)
-        ended = time.monotonic()
-    healthy = [looks[NAMESPACE, f"run-{number}"] for number in range(HEALTHY)]
-    gaps = [
-        max(
-            later - earlier for earlier, later in zip([began, *times], [*times, ended], strict=True)
-        )
-        for times in healthy
-    ]
-    figures["healthy_seconds_between_looks"] = max(
-        seconds / max(len(times), 1) for times in healthy
-    )
-    figures["healthy_longest_gap_seconds"] = max(gaps)
-    sick = [len(looks[NAMESPACE, f"run-{HEALTHY + number}"]) for number in range(UNREACHABLE)]
-    figures["looks_per_minute_at_an_unreachable_head"] = statistics.mean(sick) * 60 / seconds
+        figures["healthy_gap_s_with_50_blocked"] = fleet.longest_gap(healthy, began, own_time())
+
+
+async def measure_hung(figures: dict[str, float], seconds: float) -> None:
+    """Measure how often healthy runs are looked at beside heads that hang all at once."""
+    allow_many_connections()
+    fleet = Fleet()
+    healthy, others = await fleet.add_training(HEALTHY), await fleet.add_training(HUNG)
+    async with fleet.reconciled():
+        await asyncio.sleep(SETTLED_SECONDS)
+        fleet.hung = {fleet.address(run) for run in others}
+        began = own_time()
+        await asyncio.sleep(seconds)
+        ended = own_time()
+    figures["healthy_gap_s_with_500_hung"] = fleet.longest_gap(healthy, began, ended)
+    looks = sum(moment > began for run in others for moment in fleet.looks[run])
+    figures["looks_per_minute_at_a_hung_head"] = looks * 60 / (ended - began) / HUNG
 
 
 def main() -> None:
@@ -420,7 +408,10 @@ def main() -> None:
     asyncio.run(measure_looks(figures, seconds, rounds))
     asyncio.run(measure_waits(figures))
     asyncio.run(measure_http(figures, seconds, rounds))
-    asyncio.run(measure_unreachable(figures, 25.0 if options.quick else 90.0))
+    asyncio.run(measure_pods(figures, 20, rounds))
+    asyncio.run(measure_memory(figures, 50))
+    asyncio.run(measure_blocked(figures, 11.0 if options.quick else 60.0))
+    asyncio.run(measure_hung(figures, 11.0 if options.quick else 90.0))
     figures = {name: round(value, 3) for name, value in figures.items()}
     for name, value in figures.items():
         print(f"{name:45} {value:10.3f}")

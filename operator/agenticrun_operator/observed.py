@@ -290,15 +290,16 @@ class Observed:
 
     def own_pods(self, run_uid: str) -> list[Pod]:
         """Return the pods of the RayCluster that the run has now."""
-        return self._pods_by_run.get(run_uid, [])
+        found = self._own_pods.get(run_uid)
+        if found is None:
+            found = [pod for pod in self.pods if pod.run_uid == run_uid and not pod.orphan]
+            self._own_pods[run_uid] = found
+        return found
 
     @cached_property
-    def _pods_by_run(self) -> dict[str, list[Pod]]:
-        found: dict[str, list[Pod]] = {}
-        for pod in self.pods:
-            if not pod.orphan:
-                found.setdefault(pod.run_uid, []).append(pod)
-        return found
+    def _own_pods(self) -> dict[str, list[Pod]]:
+        """The answers of `own_pods`."""
+        return {}
 
 
 def _is_suspended(cluster: Manifest) -> bool:

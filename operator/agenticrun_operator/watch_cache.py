@@ -107,8 +107,8 @@ class WatchCache(Generic[T]):
             return None
         found = self._of_run.get(run)
         if found is None:
-            kept = (self._objects[name].kept for name in self._names.get(run, ()))
-            found = tuple(item for item in kept if item is not None)
+            kept = [self._objects[name].kept for name in self._names.get(run, ())]
+            found = tuple([item for item in kept if item is not None])
             if found:
                 self._of_run[run] = found
         return found

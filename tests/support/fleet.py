@@ -25,8 +25,8 @@ from agenticrun_operator.cluster import (
     AlreadyExists,
     Conflict,
     DirectTransport,
-    KubeUnavailable,
     RunHead,
+    WebhookUnavailable,
     head_session,
 )
 from agenticrun_operator.cluster.kube import Propagation, Response
@@ -54,7 +54,13 @@ def own_time() -> float:
 class Fleet:
     """The apiserver and the heads of many runs. Implements `protocols.Kube`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *changes: tuple[str, Any]) -> None:
+        """Create a fleet without runs.
+
+        Args:
+            changes: changes of the spec of each run, as paths and values.
+        """
+        self._changes = changes
         self.watched = WatchedObjects(lambda _: None, lambda _: None)
         self.hung: set[str] = set()
         """Addresses of the heads that accept connections and never answer."""
@@ -73,7 +79,7 @@ class Fleet:
     async def add_training(self, count: int) -> list[Key]:
         """Add runs that train."""
         world = World(now=utc_now() - timedelta(seconds=60))
-        world.apply_run()
+        world.apply_run(*self._changes)
         await training(Operator(world))
         return [self._add_training(world, len(self._objects)) for _ in range(count)]
 
@@ -95,13 +101,13 @@ class Fleet:
     def add_blocked(self, count: int) -> list[Key]:
         """Add runs whose RayCluster cannot be created, because a webhook does not answer."""
         world = World(now=utc_now())
-        world.apply_run()
+        world.apply_run(*self._changes)
         return [self._add([_renamed(world.run, len(self._objects))]) for _ in range(count)]
 
     async def add_ended(self, count: int) -> list[Key]:
         """Add runs that have succeeded, and whose RayCluster and pods are gone."""
         world = World(now=utc_now() - timedelta(seconds=60))
-        world.apply_run()
+        world.apply_run(*self._changes)
         operator = Operator(world)
         await training(operator)
         world.end_driver(Outcome.SUCCEEDED)
@@ -228,7 +234,7 @@ class Fleet:
         metadata = manifest["metadata"]
         if manifest["kind"] == "RayCluster":
             await asyncio.sleep(self.blocked_seconds)
-            raise KubeUnavailable("failed calling webhook: context deadline exceeded")
+            raise WebhookUnavailable("failed calling webhook: context deadline exceeded")
         if (manifest["kind"], metadata["name"]) in self._objects[metadata["namespace"]]:
             raise AlreadyExists(metadata["name"])
         uid = f"{metadata['namespace']}-{manifest['kind']}"
