@@ -669,8 +669,9 @@ class World:
             node.pop(last, None)
         stored["metadata"]["resourceVersion"] = str(next(self._ids))
         self.status_writes += 1
+        answer = copied(stored)
         self._point("wrote status")
-        return copied(stored)
+        return answer
 
     async def post_event(self, run: Manifest, event: Event) -> None:
         self._point("post event")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
+import time
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,6 +14,9 @@ import pytest
 from agenticrun_operator import lease as module
 from agenticrun_operator.cluster import AlreadyExists, Conflict, KubeUnavailable
 from agenticrun_operator.lease import Leadership
+from agenticrun_operator.reconcile_workers import ReconcileWorkers
+from agenticrun_operator.workqueue import Item, WorkQueue
+from operator_world import Operator, World, training
 from waiting import eventually_in_loop
 
 
@@ -151,3 +156,76 @@ def test_a_renewal_that_gets_no_answer_can_be_repeated_before_the_deadline() -> 
     second = module.RENEW_SECONDS + module.REQUEST_SECONDS + module.RETRY_SECONDS
     assert second + module.REQUEST_SECONDS <= module.RENEW_DEADLINE_SECONDS
     assert module.RENEW_DEADLINE_SECONDS < module.DURATION_SECONDS
+
+
+async def test_an_operator_that_was_stopped_for_too_long_begins_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process got SIGSTOP, or its node froze: timers and events are due together then."""
+    monkeypatch.setattr(module, "RENEW_DEADLINE_SECONDS", 0.3)
+    first, queue, seen = leader(store, "a"), WorkQueue(), asyncio.Queue[Item]()
+
+    async def reconcile(item: Item) -> float | None:
+        seen.put_nowait(item)
+        return None
+
+    workers = ReconcileWorkers(queue, reconcile, first.held, asyncio.Semaphore(4))
+    workers.start()
+    assert await attempt(first)
+    queue.add_after(("team", "due"), 0.1)
+    asyncio.get_running_loop().call_later(0.2, queue.add, ("team", "changed"))
+    await asyncio.sleep(0)
+    time.sleep(0.5)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not first.held.is_set()
+    assert seen.empty()
+    assert await attempt(first), "no one else has taken the lease"
+    assert {(await asyncio.wait_for(seen.get(), 60)).key[1] for _ in range(2)} == {"due", "changed"}
+    await workers.stop()
+
+
+@pytest.mark.parametrize("point", range(14))
+@pytest.mark.parametrize("trouble", ["none", "driver", "head", "suspend"])
+async def test_an_operator_that_was_stopped_in_a_look_does_nothing_twice(
+    point: int, trouble: str
+) -> None:
+    """Another one led for a minute; then the first one continues where it was stopped."""
+    world = World()
+    world.apply_run()
+    first, second = Operator(world), Operator(world)
+    if trouble == "none":
+        await first.reconcile()
+        world.make_pods()
+    else:
+        await training(first)
+        await second.reconcile()
+    if trouble == "driver":
+        world.end_driver(None)
+    elif trouble == "head":
+        world.restart_head_container()
+    elif trouble == "suspend":
+        world.change_run(("suspend", True))
+
+    def other_leads() -> None:
+        async def lead() -> None:
+            for _ in range(12):
+                await second.settle(1)
+                world.drive(1 + world.status.step if world.status.step else 1, max_steps=1000)
+                world.now += timedelta(seconds=4)
+
+        thread = threading.Thread(target=lambda: asyncio.run(lead()))
+        thread.start()
+        thread.join()
+
+    attempts, events = len(world.jobs), len(world.events)
+    world.interruption = (point, other_leads)
+    await first.reconcile()
+    world.interruption = None
+    await first.settle(3)
+    attempt_numbers = [job.attempt for job in world.jobs]
+    assert attempt_numbers == sorted(set(attempt_numbers)), "no attempt is submitted twice"
+    assert len(world.jobs) - attempts <= 1
+    assert len(world.live_jobs()) <= 1
+    told = [(event.reason, event.message) for event in world.events[events:]]
+    assert len(told) == len(set(told))

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agenticrun_api import Outcome
-from agenticrun_api.names import KIND
 from agenticrun_operator.metrics import UNREADABLE_RUNS
 from agenticrun_operator.run_metrics import SERIES, STEP_METRICS, run_registry
 from agenticrun_workers.driver.progress import headline_metrics
-from fleet import Fleet
 from operator_world import NAME, NAMESPACE, Operator, World, training
 
 Labels = dict[str, str]
@@ -183,63 +179,13 @@ def test_a_snapshot_has_every_metric_that_has_a_series() -> None:
     assert set(STEP_METRICS) <= set(kept)
 
 
-async def test_a_run_that_has_ended_costs_little_memory() -> None:
-    """At most 4 KiB, whatever its spec and its status."""
-    fleet = Fleet()
-    runs = await fleet.add_ended(50)
-    assert await fleet.bytes_per_run(runs) <= 4096
-
-
-async def test_only_the_metrics_stay_of_a_run_that_has_ended(
+async def test_the_metrics_of_a_run_that_has_ended_are_those_after_a_restart(
     world: World, operator: Operator
 ) -> None:
     await training(operator)
-    world.reporter_down = True
-    await operator.settle()
-    world.reporter_down = False
     world.end_driver(Outcome.SUCCEEDED)
     await operator.settle(10)
-    assert not world.pods()
     before = scraped(operator)
-    assert before["agenticrun_run_phase"] == [({"phase": "Succeeded"}, 1)]
-    reconciler = operator.reconciler
-    observer = reconciler._observer
-    kept = (reconciler._cache, reconciler._conflicts, observer._pods, observer._silent)
-    assert not any(kept), "nothing but what metrics need"
-    assert reconciler.known_keys() == [(NAMESPACE, NAME)]
-    world.requests.clear()
-    assert await operator.reconcile() is None, "a resync"
-    assert world.requests == []
     operator.upgrade(operator.images)
     await operator.reconcile()
-    assert scraped(operator) == before, "as after a restart of the operator"
-
-
-async def test_a_run_that_has_ended_is_looked_at_when_its_time_is_over(
-    world: World, operator: Operator
-) -> None:
-    await training(operator)
-    world.change_run(("ttlSecondsAfterFinished", 3600))
-    world.end_driver(Outcome.SUCCEEDED)
-    await operator.settle(10)
-    world.now += timedelta(seconds=1800)
-    left = await operator.reconcile()
-    assert left is not None
-    assert 1700 <= left <= 1800, "also if a resync has replaced its timer"
-    world.now += timedelta(seconds=left)
-    await operator.reconcile(changed=False)
-    assert (KIND, NAME) not in world.objects
-    await operator.reconcile()
-    assert operator.reconciler.known_keys() == []
-
-
-async def test_a_run_that_has_ended_and_changes_is_looked_at(
-    world: World, operator: Operator
-) -> None:
-    await training(operator)
-    world.end_driver(Outcome.SUCCEEDED)
-    await operator.settle(10)
-    world.change_run(("ttlSecondsAfterFinished", 5))
-    world.now += timedelta(seconds=60)
-    await operator.reconcile()
-    assert (KIND, NAME) not in world.objects
+    assert scraped(operator) == before

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 
 from agenticrun_api import Phase, Role
 from agenticrun_api.names import LABEL_ROLE, LABEL_RUN
-from agenticrun_operator import observed, observing
 from agenticrun_operator.watch_cache import WatchedObjects, cluster_summary
 from operator_world import NAME, NAMESPACE, Operator, World
 
@@ -146,29 +143,6 @@ def test_a_raycluster_is_kept_without_what_nobody_reads(world: World) -> None:
         },
         "status": {"conditions": []},
     }
-
-
-async def test_an_event_of_one_of_many_pods_reads_one_pod(
-    world: World, operator: Operator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A look after it costs as much as with a few pods."""
-    world.change_run(("roles.env.replicas", 200))
-    await train(operator)
-    calls = Counter[str]()
-    for module, name in ((observed, "read_pod"), (observing, "resolve_pod")):
-        monkeypatch.setattr(module, name, _counting(calls, name, getattr(module, name)))
-    for pod in world.pods(Role.ENV)[:3]:
-        pod["status"]["message"] = "changed"
-        await operator.reconcile()
-    assert calls == {"read_pod": 3, "resolve_pod": 3}
-
-
-def _counting(calls: Counter[str], name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-    def counted(*arguments: Any) -> Any:
-        calls[name] += 1
-        return inner(*arguments)
-
-    return counted
 
 
 def test_the_objects_of_a_run_are_the_same_until_one_changes() -> None:
