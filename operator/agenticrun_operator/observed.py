@@ -251,6 +251,8 @@ class Observed:
     own. Its pods may still be there."""
     missing_code: str | None = None
     """The name in spec.code.configMap if that ConfigMap does not exist."""
+    users_claim: Manifest | None = None
+    """The user's own claim for checkpoints (checkpoint.volumeClaim.claimName), if it was read."""
     job_trouble: JobTrouble | None = None
     """Set if the last action on the newest attempt failed."""
     last_status_write: datetime | None = None

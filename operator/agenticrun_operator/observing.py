@@ -42,6 +42,7 @@ from agenticrun_operator.resources import (
     is_own,
     key_id_of,
     mounted_names,
+    users_claim_of,
     secret_of,
 )
 from agenticrun_operator.watch_cache import WatchedObjects
@@ -71,6 +72,7 @@ class ObservedObjects:
     children: dict[Child, Manifest | None]
     pods: tuple[Pod, ...]
     missing_code: str | None
+    users_claim: Manifest | None = None
     kuberay_missing: bool = False
     fresh: bool = True
     """True if everything was read from the apiserver, nothing taken from the watches or before."""
@@ -160,7 +162,7 @@ class Observer:
         kuberay_missing = isinstance(found, NotServed)
         cluster = None if isinstance(found, NotServed) else found
         children: dict[Child, Manifest | None] = {}
-        missing_code = None
+        missing_code, users_claim = None, None
         settled = (
             run.status.phase is Phase.RUNNING
             and run.status.observed_generation == run.metadata.generation
@@ -168,15 +170,18 @@ class Observer:
         needed = not run.status.phase.finished and not run.spec.suspend
         if needed and (cluster is None or not settled):
             if known:
-                children, missing_code, fresh = dict(known.children), known.missing_code, False
+                children, fresh = dict(known.children), False
+                missing_code, users_claim = known.missing_code, known.users_claim
             else:
                 children = await self._all_children(run)
                 code = code_config_map(run)
                 if code and await self._kube.get(code.kind, namespace, code.name) is None:
                     missing_code = code.name
+                if claim := users_claim_of(run):
+                    users_claim = await self._kube.get(claim.kind, namespace, claim.name)
         children[Child("RayCluster", name)] = cluster
         own = self._own_pods(run, pods, cluster, cluster_known=not kuberay_missing)
-        return ObservedObjects(children, own, missing_code, kuberay_missing, fresh)
+        return ObservedObjects(children, own, missing_code, users_claim, kuberay_missing, fresh)
 
     async def _list_pods(
         self, run: AgenticRun, known: tuple[LabelledPod, ...] | None
@@ -255,6 +260,7 @@ class Observer:
             children=objects.children,
             pods=objects.pods,
             missing_code=objects.missing_code,
+            users_claim=objects.users_claim,
             kuberay_missing=objects.kuberay_missing,
         )
         job, head = run.status.job, await self.head_address(run, objects)

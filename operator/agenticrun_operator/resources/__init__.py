@@ -7,6 +7,7 @@ from agenticrun_operator.resources.children import (
     desired_children,
     mounted_children,
     mounted_names,
+    users_claim_of,
 )
 from agenticrun_operator.resources.claims import (
     CLAIM_KIND,
@@ -72,4 +73,5 @@ __all__ = [
     "tokens_secret",
     "unbound",
     "unsuitable",
+    "users_claim_of",
 ]

@@ -124,3 +124,10 @@ def code_config_map(run: AgenticRun) -> Child | None:
     """Return the ConfigMap with the user's modules. It belongs to the user and is never written."""
     name = run.spec.code.config_map if run.spec.code else None
     return Child("ConfigMap", name) if name else None
+
+
+def users_claim_of(run: AgenticRun) -> Child | None:
+    """Return the claim for checkpoints that belongs to the user and is never written."""
+    storage = run.spec.storage
+    name = storage.volume_claim.claim_name if storage and storage.volume_claim else None
+    return Child(CLAIM_KIND, name) if name else None

@@ -172,6 +172,8 @@ RUNS = {
         ),
         ("spec.huggingFace", {"secretName": "hf", "cacheClaimName": "models"}),
         ("spec.roles.reference", {"gpus": 1}),
+        ("spec.checkpoint.volumeClaim", {"size": "1Gi", "accessMode": "ReadWriteMany"}),
+        ("spec.disruptionBudget", "Block"),
         ("spec.pipeline.algorithm", {"name": "grpo", "lossKl": {}}),
         ("spec.roles.env", {"volumes": [{"name": "d", "secret": {"secretName": "mine"}}]}),
     ),
@@ -204,7 +206,10 @@ def lease(name: str) -> Manifest:
 
 def changed(kind: str, change: Change) -> Manifest:
     """Return a child of a run with a change that the operator never makes."""
-    run = a_run(("spec.checkpoint", {"volumeClaim": {"size": "1Gi", "retain": False}}))
+    run = a_run(
+        ("spec.checkpoint", {"volumeClaim": {"size": "1Gi", "retain": False}}),
+        ("spec.disruptionBudget", "Block"),
+    )
     child = copy.deepcopy(children(run)[kind])
     change(child)
     return child
@@ -274,6 +279,13 @@ ATTACKS: dict[str, tuple[str, Change]] = {
         "PersistentVolumeClaim",
         setting("spec.dataSource", {"kind": "PersistentVolumeClaim", "name": "their-data"}),
     ),
+    "a budget without owner": ("PodDisruptionBudget", disown),
+    "a budget under another name": ("PodDisruptionBudget", setting("metadata.name", "web")),
+    "a budget for the pods of others": (
+        "PodDisruptionBudget",
+        setting("spec.selector.matchLabels", {"app": "web"}),
+    ),
+    "a budget for all pods": ("PodDisruptionBudget", setting("spec.selector", {})),
     "a RayCluster without owner": ("RayCluster", disown),
     "pods with a token": ("RayCluster", in_pods(setting("automountServiceAccountToken", True))),
     "pods that do not refuse a token": (

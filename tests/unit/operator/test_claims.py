@@ -10,8 +10,9 @@ import pytest
 from agenticrun_api import ConditionType, InvalidRun, Outcome, Phase, parse_run
 from agenticrun_api.load import parse_served
 from agenticrun_api.names import KIND
+from agenticrun_operator.observing import Observer
 from agenticrun_operator.resources import CLAIM_KIND, Manifest, unsuitable
-from operator_world import NAME, Operator, World, happened
+from operator_world import KEY, NAME, Operator, World, happened
 from runs import Change, run_with
 
 CLAIM = ("PersistentVolumeClaim", f"{NAME}-checkpoints")
@@ -258,3 +259,21 @@ def test_a_run_of_an_earlier_version_that_the_rule_refuses_continues() -> None:
         parse_run(document)
     document["metadata"] |= {"namespace": "team", "uid": "1", "generation": 1}
     parse_served(document)
+
+
+async def test_a_claim_of_the_users_is_read_and_never_written() -> None:
+    world = World()
+    world.apply_run(("spec.checkpoint.volumeClaim.claimName", "data"))
+    claim = {
+        "apiVersion": "v1",
+        "kind": CLAIM_KIND,
+        "metadata": {"name": "data", "namespace": "team", "uid": "u", "resourceVersion": "1"},
+        "spec": {"accessModes": ["ReadWriteOncePod"]},
+    }
+    for stored in (None, claim):
+        if stored:
+            world.objects[CLAIM_KIND, "data"] = stored
+        observer = Observer(world, world, world.watched, KEY, lambda: world.now)
+        objects = await observer.read_objects(parse_served(world.run), fresh=True)
+        assert objects.users_claim == stored
+        assert all(child.kind != CLAIM_KIND for child in objects.children)
