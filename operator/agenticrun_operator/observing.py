@@ -42,8 +42,8 @@ from agenticrun_operator.resources import (
     is_own,
     key_id_of,
     mounted_names,
-    users_claim_of,
     secret_of,
+    users_claim_of,
 )
 from agenticrun_operator.watch_cache import WatchedObjects
 
