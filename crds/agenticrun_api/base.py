@@ -8,6 +8,7 @@ inputs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
@@ -158,10 +159,48 @@ Quantity = Annotated[
 ]
 """A Kubernetes resource quantity, for example 500m, 2, 4Gi."""
 
+_ESCAPE_SEQUENCE = re.compile(
+    "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, cursor movements
+    "|\x1b\\][^\x07\x1b\n]*(?:\x07|\x1b\\\\)"  # titles, links, the clipboard
+)
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufffe\uffff]")
+
+
+def clean_text(text: str) -> str:
+    r"""Return a text that can be stored, sent, and shown on a terminal.
+
+    Texts of user code, containers, webhooks and logs hold anything. A lone surrogate, as in the
+    name of a file that is not UTF-8, cannot be encoded; a NUL or an escape acts on the terminal of
+    the reader. Letters of any script and emoji stay as they are.
+
+    Args:
+        text: from outside.
+
+    Returns:
+        The text with `\udce9` for a lone surrogate and `\N{REPLACEMENT CHARACTER}` for a control
+        character. Line breaks are newlines, newline and tab stay, and escape sequences of terminals
+        are left out.
+    """
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = _ESCAPE_SEQUENCE.sub("", text.encode(errors="backslashreplace").decode())
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def one_line(text: str, limit: int) -> str:
+    """Return a text from outside as one clean line of at most so many characters."""
+    return " ".join(clean_text(text).split())[:limit]
+
+
+CLEAN = BeforeValidator(lambda value: clean_text(value) if isinstance(value, str) else value)
+"""Cleans a text on the way in."""
+
 Coefficient = Annotated[float, Field(ge=0, le=1e6)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, le=10_000_000)]
 Positive = Annotated[int, Field(ge=1, le=10_000_000)]
+MAX_NUMBER = 2**53
+Number = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+"""An integer that every JSON parser can represent."""
 PlugIn = Annotated[str, Field(min_length=1, max_length=253)]
 """A registered name, or `module:Class`."""
 Tag = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from agenticrun_api.base import LOCAL, SERVED
-from agenticrun_api.names import ANNOTATION_VERSION, KIND
+from agenticrun_api.names import ANNOTATION_VERSION, KIND, submission_id
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.status import AgenticRunStatus
 from agenticrun_api.version import __version__
@@ -91,12 +92,13 @@ def parse_served(document: dict[str, Any]) -> AgenticRun:
     know are ignored, because a newer CRD serves its new fields with their defaults to everyone,
     and what only this version refuses (`Rule.added`) is accepted.
     The status is input, too: what is invalid in it is dropped, except fields that decide what
-    happens next.
+    happens next. An attempt and a submission id that contradict each other are made to agree.
 
     Raises:
         InvalidRun: a field of the spec that this version knows is invalid, or a control field of
             the status (`CONTROL_FIELDS`).
     """
+    document = _with_consistent_job(document)
     try:
         return AgenticRun.model_validate(document, extra="ignore", context=SERVED)
     except ValidationError:
@@ -109,6 +111,27 @@ def parse_served(document: dict[str, Any]) -> AgenticRun:
         )
     except ValidationError as error:
         raise InvalidRun(_line(detail) for detail in error.errors(include_url=False)) from error
+
+
+def _with_consistent_job(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the run with status.job.attempt and submissionId that name the same attempt.
+
+    Each of them follows from the other. Someone may have edited one. The submission id counts if it
+    can be one of this run, because Ray knows the job by it.
+    """
+    metadata, status = document.get("metadata") or {}, document.get("status")
+    job = status.get("job") if isinstance(status, dict) else None
+    name, uid = metadata.get("name"), metadata.get("uid")
+    if not (isinstance(status, dict) and isinstance(job, dict) and name and uid):
+        return document
+    attempt, stored_id = job.get("attempt"), job.get("submissionId")
+    prefix = submission_id(name, uid, "")
+    if re.fullmatch(f"{re.escape(prefix)}[1-9][0-9]{{0,8}}", str(stored_id)):
+        attempt = int(str(stored_id).removeprefix(prefix))
+    elif isinstance(attempt, int) and attempt >= 1:
+        stored_id = f"{prefix}{attempt}"
+    job = {**job, "attempt": attempt, "submissionId": stored_id}
+    return {**document, "status": {**status, "job": job}}
 
 
 CONTROL_FIELDS = frozenset({"phase", "job", "nextRetryTime"})

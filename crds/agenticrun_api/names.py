@@ -92,6 +92,17 @@ LEAVE_COMMAND = ("python", "-m", "agenticrun_workers.reporting.leave")
 """preStop hook of head and trainer pods; its argument is the number of seconds that it may take."""
 
 
+def submission_id(name: str, uid: str, attempt: int | str) -> str:
+    """Return the Ray submission id of an attempt, unique among all runs.
+
+    Args:
+        name: of the run.
+        uid: of the run.
+        attempt: its number; empty for the prefix that all ids of the run have.
+    """
+    return f"{name}-{uid[:8]}-{attempt}"
+
+
 class ExitCode(IntEnum):
     """Exit codes of the driver, used if there is no final report."""
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, FiniteFloat
+from pydantic import AfterValidator, Field, FiniteFloat
 
 from agenticrun_api.algorithm import Guards
-from agenticrun_api.base import Count, Model, Positive
+from agenticrun_api.base import CLEAN, Count, Model, Number, Positive
 from agenticrun_api.names import Role
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
 from agenticrun_api.roles import ELASTIC
@@ -28,9 +28,6 @@ from agenticrun_api.status import (
 )
 
 MAX_PROGRESS_BYTES = 65_536
-
-Number = Annotated[int, Field(ge=0, le=2**53)]
-"""An integer that every JSON parser can represent."""
 
 
 class Activity(StrEnum):
@@ -64,6 +61,13 @@ class PoolStatus(Model):
     """Why their number cannot change while the driver runs; empty if it can."""
 
 
+def _before_2190(time: str) -> str:
+    """Return the time of a step. The end of the run is estimated from it, up to ten years later."""
+    if time >= "2190":
+        raise ValueError("must be a time before 2190")
+    return time
+
+
 class Progress(Model):
     """A progress snapshot of one attempt."""
 
@@ -86,7 +90,7 @@ class Progress(Model):
     its own clock."""
     idle_seconds: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Time since a snapshot brought news. The reporter adds it, by its own clock."""
-    last_step_time: Time | None = None
+    last_step_time: Annotated[Time, AfterValidator(_before_2190)] | None = None
     seconds_per_step: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Median of the newest steps, including validation and checkpoints."""
     reward: FiniteFloat | None = None
@@ -102,7 +106,7 @@ class Progress(Model):
     """The headline metrics of the newest step, the most important first. All are in
     metrics.jsonl."""
     checkpoint: CheckpointStatus | None = None
-    message: Annotated[str, Field(max_length=1024)] = ""
+    message: Annotated[str, Field(max_length=1024), CLEAN] = ""
     observed_generation: Number | None = None
     """Generation of the run that the driver's settings are from. None: the driver cannot change
     them."""

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from agenticrun_api.base import Model
+from agenticrun_api.base import CLEAN, MAX_NUMBER, Model, Number
 
-ShortText = Annotated[str, Field(max_length=256)]
-LongText = Annotated[str, Field(max_length=4096)]
+ShortText = Annotated[str, Field(max_length=256), CLEAN]
+LongText = Annotated[str, Field(max_length=4096), CLEAN]
+
+_EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
+_LATEST = datetime(2200, 12, 31, 23, 59, 59, tzinfo=UTC)
 
 
 def _rfc3339(text: str) -> str:
+    """Return a time in the notation that the CRD accepts. Python reads many others."""
     moment = datetime.fromisoformat(text)
-    if moment.tzinfo is None or not 1970 <= moment.year <= 2200:
+    if moment.tzinfo is None or not _EARLIEST <= moment <= _LATEST:
         raise ValueError("must be a time between 1970 and 2200 with a time zone")
-    return text
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 Time = Annotated[
@@ -150,13 +154,13 @@ class Condition(Model):
     Stalled, Suspended, Complete or Failed."""
     status: Literal["True", "False", "Unknown"]
     """True, False or Unknown."""
-    reason: Annotated[str, Field(min_length=1, max_length=64)]
+    reason: Annotated[str, Field(min_length=1, max_length=64), CLEAN]
     """Cause of the status, as one word in CamelCase."""
-    message: Annotated[str, Field(max_length=1024)] = ""
+    message: Annotated[str, Field(max_length=1024), CLEAN] = ""
     """Cause of the status, as a sentence."""
     last_transition_time: Time
     """Time at which `status` changed last."""
-    observed_generation: int
+    observed_generation: Number
     """Generation of the run that the condition is about."""
 
 
@@ -174,15 +178,15 @@ class RoleStatus(Model):
 
     name: Annotated[str, Field(max_length=32)]
     """Name of the role."""
-    desired: int
+    desired: Number
     """Number of pods that the role has in the spec."""
-    ready: int
+    ready: Number
     """Number of pods that are ready."""
-    joining: int = 0
+    joining: Number = 0
     """Number of engines or env workers that start, or wait for a pod."""
-    leaving: int = 0
+    leaving: Number = 0
     """Number of engines or env workers that end because fewer are wanted."""
-    gpus: int
+    gpus: Number
     """Number of GPUs that all pods of the role request together."""
     image: Annotated[str, Field(max_length=1024)] | None = None
     """Image of the role's pods, chosen when the run started. An upgrade of the operator does not
@@ -212,9 +216,9 @@ class FinalReport(Model):
 
     outcome: Outcome
     """Succeeded; Failed; Stopped: an orderly stop on request, with a checkpoint."""
-    reason: Annotated[str, Field(min_length=1, max_length=64)]
+    reason: Annotated[str, Field(min_length=1, max_length=64), CLEAN]
     """Cause, as one word in CamelCase."""
-    message: Annotated[str, Field(max_length=4096)]
+    message: LongText
     """Cause, as a sentence."""
     retryable: bool
     """False if another attempt would end the same way."""
@@ -227,7 +231,7 @@ class JobStatus(Model):
     submitted.
     """
 
-    attempt: int
+    attempt: Annotated[int, Field(ge=1, le=MAX_NUMBER)]
     """Number of the attempt, from 1."""
     submission_id: ShortText
     """Ray's id of the job."""
@@ -248,7 +252,7 @@ class JobStatus(Model):
     disruption: ShortText = ""
     """The pod that the platform took from the attempt (drain, eviction, preemption, deletion), and
     how. Such an attempt ends disrupted, not failed."""
-    observed_generation: Annotated[int, Field(ge=0)] | None = None
+    observed_generation: Number | None = None
     """Generation of the run that the driver's settings are from."""
     stop_requested_time: Time | None = None
     """When the driver was asked to stop: for spec.suspend, for other replicas, or because
@@ -301,9 +305,9 @@ class ObstacleStatus(Model):
 class CheckpointStatus(Model):
     """The newest complete checkpoint."""
 
-    step: int
+    step: Number
     """Step after which it was saved."""
-    uri: Annotated[str, Field(max_length=1024)]
+    uri: Annotated[str, Field(max_length=1024), CLEAN]
     """Its folder or object-storage address."""
     time: Time
     """Time at which it was complete."""
@@ -314,16 +318,16 @@ class AgenticRunStatus(Model):
 
     phase: Phase = Phase.PENDING
     """Stage of the run's life."""
-    observed_generation: int = 0
+    observed_generation: Number = 0
     """Newest generation of the run that the operator has handled."""
     last_update_time: Time | None = None
     """Time at which the operator last wrote this status. It writes when something has changed: at
     least every 10 s while steps come."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
     """Conditions of the run. docs/troubleshooting.md explains their reasons."""
-    step: int | None = None
+    step: Number | None = None
     """Number of completed training steps."""
-    max_steps: int | None = None
+    max_steps: Number | None = None
     """Number of training steps of the run."""
     progress: ShortText | None = None
     """Completed and total steps, for example `120/1000`."""
@@ -339,7 +343,7 @@ class AgenticRunStatus(Model):
     """Estimated time at which the last step is done."""
     last_step_time: Time | None = None
     """Time at which the newest step was done."""
-    policy_version: int | None = None
+    policy_version: Number | None = None
     """Version of the trained weights."""
     activity: ShortText | None = None
     """Current activity of the driver: starting, warm-up, rollout, training, validation, checkpoint,
@@ -350,15 +354,15 @@ class AgenticRunStatus(Model):
     """Pods of each role."""
     ray_cluster: RayClusterStatus | None = None
     job: JobStatus | None = None
-    restarts: Annotated[int, Field(ge=0)] = 0
+    restarts: Number = 0
     """Number of restarts of the driver, after failures and after orderly stops. Suspensions do not
     count."""
-    failures_without_progress: Annotated[int, Field(ge=0)] = 0
+    failures_without_progress: Number = 0
     """Number of failures since the run last got further than before. Above
     failurePolicy.maxRestarts, the run fails."""
-    restarted_at_step: Annotated[int, Field(ge=0)] | None = None
+    restarted_at_step: Number | None = None
     """The furthest step that the run had reached at a restart."""
-    disruptions: Annotated[int, Field(ge=0)] = 0
+    disruptions: Number = 0
     """Number of attempts that the platform ended: drains, evictions, preemptions, lost nodes,
     deleted pods, a suspended RayCluster. They are no restarts and no failures."""
     stopping: StopStatus | None = None
@@ -366,7 +370,7 @@ class AgenticRunStatus(Model):
     obstacle: ObstacleStatus | None = None
     """Set while the objects of the run cannot be created."""
     pods: PodsStatus | None = None
-    startup_timeouts: Annotated[int, Field(ge=0)] = 0
+    startup_timeouts: Number = 0
     """Number of times in a row that the pods were not ready within
     failurePolicy.startupDeadlineSeconds and were given back."""
     next_retry_time: Time | None = None

@@ -62,6 +62,7 @@ from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item
 from fake_ray import FakeJob, missing_roles, pod_of, ready_condition, surplus_pods
+from kube_schema import status_schema, violations
 from runs import run_with
 
 IMAGE = "worker:1"
@@ -128,6 +129,8 @@ class World:
     """The operator may not list events, with the chart of an earlier release."""
     requests: list[str] = field(default_factory=list)
     status_writes: int = 0
+    invalid_statuses: list[list[str]] = field(default_factory=list)
+    """Violations of the CRD in statuses that were refused."""
     crd_lacks: tuple[str, ...] = ()
     """Fields of the status, as paths, that the CRD does not have, so that they are not stored."""
     create_errors: dict[str, ClusterError] = field(default_factory=dict)
@@ -660,6 +663,9 @@ class World:
             raise Conflict(NAME)
         if self.refuse_status(status.to_dict()):
             raise Refused("status: Invalid value")
+        if invalid := violations(status_schema(), status.to_dict()):
+            self.invalid_statuses.append(invalid)
+            raise Refused(f'AgenticRun.agenticrun.dev "{NAME}" is invalid: {"; ".join(invalid)}')
         stored["status"] = status.to_dict()
         for path in self.crd_lacks:
             *parents, last = path.split(".")

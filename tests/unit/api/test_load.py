@@ -106,6 +106,42 @@ def test_a_served_run_still_has_to_keep_the_rules_that_always_were() -> None:
         parse_served(run_with((f"{P}.rolloutBatchSize", 9)))
 
 
+
+@pytest.mark.parametrize(
+    ("attempt", "submission", "number"),
+    [
+        (-5, "minimal-01234567-2", 2),
+        (0, "minimal-01234567-2", 2),
+        (2**70, "minimal-01234567-2", 2),
+        ("two", "minimal-01234567-2", 2),
+        (7, "minimal-01234567-2", 2),
+        (3, "minimal-01234567-0", 3),
+        (3, "other-01234567-2", 3),
+        (3, "minimal-01234567-x", 3),
+        (3, "", 3),
+        (3, None, 3),
+    ],
+)
+def test_an_attempt_and_a_submission_id_that_contradict_each_other_are_made_to_agree(
+    attempt: Any, submission: Any, number: int
+) -> None:
+    document = run_with()
+    document["metadata"]["uid"] = "01234567-89ab"
+    document["status"] = {"job": {"attempt": attempt, "submissionId": submission}}
+    job = parse_served(document).status.job
+    assert job is not None
+    assert (job.attempt, job.submission_id) == (number, f"minimal-01234567-{number}")
+
+
+@pytest.mark.parametrize("attempt", [-5, 0, 2**53 + 1, "two"])
+def test_an_attempt_that_nothing_names_is_damage(attempt: Any) -> None:
+    document = run_with()
+    document["metadata"]["uid"] = "01234567-89ab"
+    document["status"] = {"job": {"attempt": attempt, "submissionId": "by-hand"}}
+    with pytest.raises(InvalidRun, match=r"status\.job\.attempt: "):
+        parse_served(document)
+
+
 def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(InvalidRun) as caught:
         parse_run(

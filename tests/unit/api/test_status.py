@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_api import AgenticRunStatus, ConditionType, InvalidRun, Phase, Progress, Reason
+from agenticrun_api.base import clean_text, one_line
 from agenticrun_api.load import parse
 from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS
 
 TIMES = st.datetimes(datetime(1970, 1, 1), datetime(2200, 12, 31)).map(
     lambda time: time.strftime("%Y-%m-%dT%H:%M:%SZ")
 )
-TEXT = st.text(max_size=256)
+TEXT = st.text(max_size=256).map(clean_text)
 COUNTS = st.integers(0, 10_000)
 
 
@@ -30,7 +31,7 @@ CONDITIONS = st.fixed_dictionaries(
         "type": st.sampled_from([str(kind) for kind in ConditionType]),
         "status": st.sampled_from(["True", "False", "Unknown"]),
         "reason": st.sampled_from([str(reason) for reason in Reason]),
-        "message": st.text(max_size=1024),
+        "message": st.text(max_size=1024).map(clean_text),
         "lastTransitionTime": TIMES,
         "observedGeneration": COUNTS,
     }
@@ -51,10 +52,10 @@ STATUSES = optional(
         ),
         max_size=4,
     ),
-    job=st.fixed_dictionaries({"attempt": COUNTS, "submissionId": TEXT}),
+    job=st.fixed_dictionaries({"attempt": st.integers(1, 2**53), "submissionId": TEXT}),
     checkpoint=st.fixed_dictionaries({"step": COUNTS, "uri": TEXT, "time": TIMES}),
     restarts=COUNTS,
-    message=st.text(max_size=4096),
+    message=st.text(max_size=4096).map(clean_text),
 )
 
 
@@ -118,3 +119,60 @@ def test_progress_that_is_out_of_bounds_is_refused(change: dict[str, Any], path:
     with pytest.raises(InvalidRun) as caught:
         parse(Progress, {**PROGRESS, **change})
     assert caught.value.errors[0].startswith(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        (
+            "día 你好 🤗 👩‍👩‍👧 \U0001d518 𠀀 عَرَبِيّ हिन्दी",
+            "día 你好 🤗 👩‍👩‍👧 \U0001d518 𠀀 عَرَبِيّ हिन्दी",
+        ),
+        ("one\n\ttwo", "one\n\ttwo"),
+        ("one\r\ntwo\rthree", "one\ntwo\nthree"),
+        ("/data/caf\udce9", "/data/caf\\udce9"),
+        ("\ud83e\udd17", "\\ud83e\\udd17"),
+        ("a\x00b\x07c\x7fd\x85e\ufeff\ufffe", "a\ufffdb\ufffdc\ufffdd\ufffde\ufffd\ufffd"),
+        ("\x1b[1;31mred\x1b[0m \x9b2Jgone", "red gone"),
+        ("\x1b]0;title\x07a\x1b]52;c;cm0gLXJm\x1b\\b", "ab"),
+        ("\x1b]0;no end\nb", "\ufffd]0;no end\nb"),
+        ("half an escape\x1b", "half an escape\ufffd"),
+        ("half a colour\x1b[31", "half a colour\ufffd[31"),
+    ],
+)
+def test_a_text_from_outside_is_cleaned(text: str, clean: str) -> None:
+    assert clean_text(text) == clean
+    assert clean_text(clean) == clean
+
+
+@given(st.text(st.characters(), max_size=300))
+def test_a_clean_text_can_be_stored_and_shown(text: str) -> None:
+    clean = clean_text(text)
+    clean.encode()
+    assert clean_text(clean) == clean
+    assert all(
+        character.isprintable() or ord(character) > 159
+        for character in clean.replace("\n", "").replace("\t", "")
+    )
+
+
+def test_one_line_is_cut_by_characters() -> None:
+    assert one_line(" a\n b\t🤗🤗🤗\udce9", 6) == "a b 🤗🤗"
+
+
+@pytest.mark.parametrize("message", ["a\x00b", "a\ud800b", "a\x1bb"])
+def test_what_a_driver_reports_is_cleaned_on_the_way_in(message: str) -> None:
+    report = {"outcome": "Failed", "reason": message, "message": message, "retryable": False}
+    snapshot = parse(
+        Progress,
+        {
+            **PROGRESS,
+            "message": message,
+            "checkpoint": {"step": 1, "uri": message, "time": PROGRESS["time"]},
+            "final": {**report, "time": PROGRESS["time"]},
+        },
+    )
+    assert snapshot.final
+    assert snapshot.checkpoint
+    texts = {snapshot.message, snapshot.final.message, snapshot.final.reason}
+    assert texts | {snapshot.checkpoint.uri} == {clean_text(message)}
