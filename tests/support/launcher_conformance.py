@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from agenticrun_api import Role
+from agenticrun_api.base import clean_text
 from agenticrun_workers.launch import (
     ActorDied,
     ActorHandle,
@@ -18,6 +20,9 @@ from agenticrun_workers.launch import (
     OtherActorDied,
     current_node,
 )
+
+NOT_UTF8 = os.fsdecode(b"/data/caf\xe9")
+"""Name of a file as Python gives it; Ray cannot carry it in the text of an exception."""
 
 
 class Refused(Exception):
@@ -65,6 +70,16 @@ class Counter:
     def refuse(self, number: int) -> None:
         raise Refused("refuse", number)
 
+    def refuse_bytes(self) -> None:
+        try:
+            raise ValueError(f"no level in {NOT_UTF8}")
+        except ValueError as error:
+            raise Refused(NOT_UTF8, 1) from error
+
+    def count_bytes(self) -> Iterator[int]:
+        yield 1
+        self.refuse_bytes()
+
     def use(self, others: list[ActorHandle[Keeper]]) -> None:
         self._others = others
 
@@ -106,6 +121,13 @@ class Keeper:
             await asyncio.sleep(0)
             yield number
 
+    async def refuse_bytes(self) -> None:
+        raise Refused(NOT_UTF8, 1)
+
+    async def count_bytes(self) -> AsyncIterator[int]:
+        yield 1
+        await self.refuse_bytes()
+
     async def until_death(self) -> None:
         await asyncio.Event().wait()
 
@@ -119,6 +141,16 @@ class Broken:
 
     def __init__(self) -> None:
         raise OSError("no memory left")
+
+    async def answer(self) -> int:
+        return 1
+
+
+class BrokenBytes:
+    """An actor that cannot be made, for a reason that is not UTF-8."""
+
+    def __init__(self) -> None:
+        raise ValueError(f"no level in {NOT_UTF8}")
 
     async def answer(self) -> int:
         return 1
@@ -211,6 +243,26 @@ class LauncherConformance:
             assert (raised.value.path, raised.value.number) == ("refuse", 5)
         assert await soon(counter.call(lambda actor: actor.add())) == 10, "it lives on"
 
+    async def test_an_error_whose_text_is_not_utf_8_arrives_and_the_actor_lives_on(
+        self, counter: ActorHandle[Counter], keeper: ActorHandle[Keeper]
+    ) -> None:
+        items, others = (
+            counter.stream(lambda actor: actor.count_bytes()),
+            keeper.stream(lambda actor: actor.count_bytes()),
+        )
+        assert (await soon(anext(items)), await soon(anext(others))) == (1, 1)
+        for failing in (
+            counter.call(lambda actor: actor.refuse_bytes()),
+            keeper.call(lambda actor: actor.refuse_bytes()),
+            anext(items),
+            anext(others),
+        ):
+            with pytest.raises(Refused) as raised:
+                await soon(failing)
+            assert clean_text(str(raised.value)) == "/data/caf\\udce9 is refused"
+            assert raised.value.number == 1
+        assert await soon(counter.call(lambda actor: actor.add())) == 10
+
     async def test_a_result_goes_to_another_call_as_a_value(
         self, launcher: Launcher, counter: ActorHandle[Counter], keeper: ActorHandle[Keeper]
     ) -> None:
@@ -291,6 +343,14 @@ class LauncherConformance:
         for _ in range(2):
             with pytest.raises(ActorDied, match="no memory left"):
                 await soon(broken.call(lambda actor: actor.answer()))
+
+    async def test_an_actor_that_cannot_be_made_says_why_in_any_bytes(
+        self, launcher: Launcher
+    ) -> None:
+        broken = launcher.start(ActorOptions(), BrokenBytes)
+        with pytest.raises(ActorDied) as raised:
+            await soon(broken.call(lambda actor: actor.answer()))
+        assert "no level in /data/caf\\udce9" in clean_text(str(raised.value))
 
     async def test_an_actor_of_a_role_runs_on_a_node_that_offers_it(
         self, launcher: Launcher, keeper: ActorHandle[Keeper]

@@ -1,4 +1,4 @@
-"""Errors that callers handle, and their text."""
+"""Errors that callers handle."""
 
 from __future__ import annotations
 
@@ -24,11 +24,3 @@ class ScheduleEnded(Exception):
 
 class RolloutFailed(Exception):
     """Rollout cannot continue. Another attempt may succeed."""
-
-
-def utf8_text(text: str) -> str:
-    """Return a text that can be written and sent: lone surrogates become backslash escapes.
-
-    What user code raises may hold some: `json.loads` makes them, and names of files have them.
-    """
-    return text.encode(errors="backslashreplace").decode()

@@ -57,6 +57,15 @@ class Raises(Count):
         raise KeyError("no such cell")
 
 
+class Prints(Count):
+    """Prints what is not UTF-8, as a program in C does."""
+
+    def step(self, action: str) -> Any:
+        os.write(1, b"\xff")
+        os.write(2, b"\xff")
+        return super().step(action)
+
+
 class Exits(Count):
     def step(self, action: str) -> Any:
         os._exit(3)
@@ -226,6 +235,10 @@ def test_a_good_environment_passes_all_checks() -> None:
     report.assert_ok(warnings=False)
     assert list(report.findings) == [*FIRST, *CHECKS]
     assert list(report.of(Verdict.NOT_CHECKED)) == ["render"]
+
+
+def test_an_environment_may_print_other_bytes_than_utf_8() -> None:
+    check(Prints).assert_ok(warnings=False)
 
 
 @pytest.mark.parametrize(

@@ -369,6 +369,7 @@ def check_copy(
                 input=stdin,
                 capture_output=True,
                 text=True,
+                errors="replace",
                 check=False,
             )
             if done.returncode:

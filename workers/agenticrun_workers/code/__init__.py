@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from agenticrun_api.base import clean_text
 from agenticrun_api.load import parse
 from agenticrun_api.names import ENV_CODE
 from agenticrun_api.spec import CodeSpec
@@ -32,6 +33,7 @@ def bring(action: Callable[[CodeSpec], str], log: Path = TERMINATION_LOG) -> int
         said, code = action(parse(CodeSpec, json.loads(os.environ[ENV_CODE]))), 0
     except CodeError as error:
         said, code = str(error), 1
+    said = clean_text(said)
     print(said, file=sys.stderr if code else sys.stdout)
     if log.exists():
         log.write_text(said)

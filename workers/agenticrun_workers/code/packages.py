@@ -71,6 +71,7 @@ def install(pip: PipCode, target: Path, code: Path, cache: Path) -> list[str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             check=False,
         )
     if done.returncode:

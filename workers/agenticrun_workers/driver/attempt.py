@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agenticrun_api import Activity, AgenticRun, FinalReport, InvalidRun, Outcome, Reason
+from agenticrun_api.base import clean_text
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.driver.actors import RunActors
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
@@ -21,7 +22,7 @@ from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.trace import TraceSession
 from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.warmup import Warmup
-from agenticrun_workers.errors import InvalidConfig, utf8_text
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import ActorDied, Launcher
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 from agenticrun_workers.reporting.run_folder import record_attempt
@@ -284,7 +285,7 @@ def _report(outcome: Outcome, reason: str, message: str, *, retryable: bool) -> 
     return FinalReport(
         outcome=outcome,
         reason=reason,
-        message=utf8_text(message)[:MAX_MESSAGE],
+        message=clean_text(message)[:MAX_MESSAGE],
         retryable=retryable,
         time=rfc3339(time.time()),
     )

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from agenticrun_api import Activity, Commands, FinalReport, LiveConfig, PoolStatus, Progress, Role
+from agenticrun_api.base import clean_text
 from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS, CheckpointStatus
 from agenticrun_api.version import __version__
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
@@ -79,7 +80,7 @@ class ProgressReporter:
     def activity(self, activity: Activity, message: str = "") -> None:
         """Report what the run is doing."""
         said = "; ".join(part for part in (message, self._note) if part)
-        self._change(activity=activity, message=said[:1024])
+        self._change(activity=activity, message=clean_text(said)[:1024])
 
     def note(self, note: str) -> None:
         """Add this to the messages of all activities from now on; empty adds nothing."""

@@ -29,8 +29,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from agenticrun_api.base import clean_text
 from agenticrun_workers.envs.env import Env, EnvFault, MetricMode, StepResult, TakesItem
-from agenticrun_workers.errors import utf8_text
 from agenticrun_workers.tracing import span
 from agenticrun_workers.types import StopReason, Stream
 
@@ -53,10 +53,9 @@ def raised(error: BaseException, call: Callable[..., Any]) -> EnvFault:
 def one_line(error: BaseException) -> str:
     """Return an error's type and text in one line, at most `MAX_MESSAGE` characters of text."""
     try:
-        text = " ".join(str(error).split())
+        text = " ".join(clean_text(str(error)).split())
     except Exception:  # a user's __str__ may raise anything
         text = "(it has no text)"
-    text = utf8_text(text)
     short = text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} ..."
     return f"{type(error).__name__}: {short}"
 

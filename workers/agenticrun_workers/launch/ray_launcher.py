@@ -5,7 +5,11 @@ Exceptions of Ray become those of `handle`, so that no other module knows how a 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Generator
+import functools
+import inspect
+import traceback
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator
+from contextlib import aclosing
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -20,6 +24,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from agenticrun_api.base import clean_text
 from agenticrun_workers.launch.handle import (
     ActorDied,
     ActorHandle,
@@ -65,8 +70,91 @@ def _remote_class(cls: Callable[..., Any]) -> Any:
     One for all actors of the class: every process that holds a handle keeps the class of its actor
     forever, so one for each actor would be a leak.
     """
-    remote: Any = ray.remote(cls)
+    remote: Any = ray.remote(_with_clean_errors(cls))
     return remote
+
+
+def _with_clean_errors(cls: Any) -> Any:
+    """Return a subclass with methods that raise only errors that Ray can carry.
+
+    Ray sends the text of an error and its traceback as UTF-8. An error of user code that names a
+    file in other bytes would end the process of the actor: its caller would see a lost actor.
+    """
+    methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
+    own = {
+        name: _with_clean_error(method)
+        for name, method in methods.items()
+        if inspect.isfunction(method) and (not name.startswith("_") or name == "__init__")
+    }
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), names | own)
+
+
+def _with_clean_error(method: Any) -> Any:
+    wrapper: Any
+    if inspect.isasyncgenfunction(method):
+
+        async def wrapper(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            try:
+                async with aclosing(method(*args, **kwargs)) as items:
+                    async for item in items:
+                        yield item
+            except Exception as error:
+                raise _clean(error)  # noqa: B904  (the same error, or one instead of it)
+
+    elif inspect.iscoroutinefunction(method):
+
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await method(*args, **kwargs)
+            except Exception as error:
+                raise _clean(error)  # noqa: B904
+
+    elif inspect.isgeneratorfunction(method):
+
+        def wrapper(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            try:
+                yield from method(*args, **kwargs)
+            except Exception as error:
+                raise _clean(error)  # noqa: B904
+
+    else:
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                raise _clean(error)  # noqa: B904
+
+    return functools.wraps(method)(wrapper)
+
+
+def _clean(error: Exception) -> Exception:
+    """Clean the texts of an error, and of those that caused it, in place."""
+    if _is_utf8(error):
+        return error
+    part: BaseException | None = error
+    seen: set[int] = set()
+    while part is not None and id(part) not in seen:
+        seen.add(id(part))
+        part.args = tuple(clean_text(arg) if isinstance(arg, str) else arg for arg in part.args)
+        texts = {name: value for name, value in vars(part).items() if isinstance(value, str)}
+        vars(part).update({name: clean_text(text) for name, text in texts.items()})
+        part = part.__cause__ or part.__context__
+    if _is_utf8(error):
+        return error
+    # Its text is made of something else, such as a path.
+    plain = RuntimeError(clean_text(f"{type(error).__name__}: {error}"))
+    plain.__suppress_context__ = True
+    return plain
+
+
+def _is_utf8(error: Exception) -> bool:
+    try:
+        "".join(traceback.format_exception(error)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def ray_options(options: ActorOptions) -> dict[str, Any]:

@@ -318,7 +318,12 @@ def gpus() -> list[str]:
     ]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=GPU_SECONDS, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=GPU_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return []

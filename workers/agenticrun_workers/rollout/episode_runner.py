@@ -11,12 +11,12 @@ from itertools import chain
 from typing import Any, cast
 
 from agenticrun_api import Pipeline
+from agenticrun_api.base import clean_text
 from agenticrun_api.environments import EnvSpec
 from agenticrun_workers.agents import Agent, ChatFormat, Episode, Generate, random_valid_policy
 from agenticrun_workers.envs import Env, EnvFault, Renders, make_env
 from agenticrun_workers.envs.calls import check_metric_names, one_line
 from agenticrun_workers.envs.isolated import IsolatedEnv, Isolation
-from agenticrun_workers.errors import utf8_text
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.rollout.camera import FrameRecorder, animated_gif
 from agenticrun_workers.rollout.datasets import EpisodeItems
@@ -395,7 +395,7 @@ def transcript(trajectory: Trajectory, chat: ChatFormat) -> str:
     """Return a finished episode as text: its turns, rewards and stop reason."""
     blocks = [_turn(number, turn, chat) for number, turn in enumerate(trajectory.turns, start=1)]
     reason = (
-        f"{trajectory.stop_reason}: {utf8_text(trajectory.error)}"
+        f"{trajectory.stop_reason}: {clean_text(trajectory.error)}"
         if trajectory.error
         else trajectory.stop_reason.value
     )

@@ -10,7 +10,8 @@ from typing import TypeAlias
 import numpy as np
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.errors import InvalidConfig, utf8_text
+from agenticrun_api.base import clean_text
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import RequestServer
 from agenticrun_workers.launch import ActorHandle
 from agenticrun_workers.plugins import PluginError, Registry
@@ -123,7 +124,7 @@ class EpisodeResult:
             samples=len(trajectory.sample_lengths),
             metrics=dict(trajectory.metrics),
             store=store,
-            error=utf8_text(trajectory.error)
+            error=clean_text(trajectory.error)
             if finite
             else "a reward or a log-prob is not a finite number",
             transcript=transcript,

@@ -58,6 +58,7 @@ def _torch(cards: list[str]) -> Finding:
             [sys.executable, "-c", program],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=IMPORT_SECONDS,
             check=False,
         )

@@ -123,6 +123,7 @@ def episodes_of_another_process(subject: Subject) -> list[list[Event]]:
             input=json.dumps(asked, default=str),
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=limit,
             env=environment,
             check=False,

@@ -216,6 +216,7 @@ class _Checker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            errors="replace",
         )
         if self._line(START_SECONDS) is None:
             self.close()
