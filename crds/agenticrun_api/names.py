@@ -48,6 +48,9 @@ REPORTER_PORT = 8787
 TOKEN_HEADER = "X-Ray-Authorization"
 """Tokens are sent as `Bearer <token>` in this header, which Ray accepts: the apiserver's proxy
 removes `Authorization`."""
+DRIVER_HEADER = "X-AgenticRun-Driver"
+"""A driver sends its snapshots with a secret of its own in this header. Other processes of the pod
+can read the reporter's token, too."""
 
 RUN_FILE = "/etc/agenticrun/run/run.yaml"
 """The whole AgenticRun (metadata.name, namespace, uid, generation and spec), mounted in the head

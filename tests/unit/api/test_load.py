@@ -106,7 +106,6 @@ def test_a_served_run_still_has_to_keep_the_rules_that_always_were() -> None:
         parse_served(run_with((f"{P}.rolloutBatchSize", 9)))
 
 
-
 @pytest.mark.parametrize(
     ("attempt", "submission", "number"),
     [

@@ -60,7 +60,7 @@ class Head:
         await self._server.start_server()
         assert self._server.port is not None
         self.port = self._server.port
-        self._driver = aiohttp.ClientSession(str(self._server.make_url("")), headers=TOKEN)
+        self.driver_begins()
 
     async def close(self) -> None:
         await self._driver.close()
@@ -88,6 +88,9 @@ class Head:
         """Read the snapshot as the operator does."""
         async with self._driver.get("/progress") as answer:
             assert answer.status == 200
+
+    def driver_begins(self) -> None:
+        self._driver = aiohttp.ClientSession(str(self._server.make_url("")), headers=TOKEN)
 
     async def driver_dies(self) -> None:
         await self._driver.close()
@@ -183,6 +186,8 @@ async def test_a_pod_that_leaves_stops_the_attempt_that_begins_on_it_too(head: H
     await head.post()
     hook = await head.hook()
     await asked(head)
+    await head.driver_dies()
+    head.driver_begins()
     assert (await asked(head, attempt=2)).leaving_pod == "lake-head"
     await head.post(attempt=2, final=REPORT)
     await head.read()

@@ -18,9 +18,18 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from agenticrun_api import Activity, FinalReport, LiveConfig, Outcome, Progress
 from agenticrun_api.algorithm import Guards
-from agenticrun_api.names import REPORTER_PORT, REPORTER_TOKEN_FILE, TOKEN_HEADER
+from agenticrun_api.names import (
+    DRIVER_HEADER,
+    REPORTER_PORT,
+    REPORTER_TOKEN_FILE,
+    TOKEN_HEADER,
+)
 from agenticrun_workers.cli.source import ASK_CHECKPOINT
-from agenticrun_workers.reporting.sidecar import Reporter, StateFile
+from agenticrun_workers.reporting.sidecar import (
+    FROZEN_SECONDS,
+    Reporter,
+    StateFile,
+)
 from waiting import eventually
 
 TOKEN = {TOKEN_HEADER: "Bearer secret"}
@@ -70,12 +79,26 @@ class Sidecar:
         await self.http.close()
         await self.start()
 
-    async def post(self, snapshot: Progress) -> dict[str, Any]:
+    async def post(
+        self,
+        snapshot: Progress,
+        secret: str = "driver's",
+        status: int = 200,
+        *,
+        last: bool = False,
+    ) -> dict[str, Any]:
+        """Post a snapshot. The process that does so ends after the last one."""
         response = await self.http.post(
-            "/progress", data=snapshot.model_dump_json(by_alias=True), headers=TOKEN
+            "/progress",
+            data=snapshot.model_dump_json(by_alias=True),
+            headers={
+                **TOKEN,
+                DRIVER_HEADER: secret,
+                "Connection": "close" if last else "keep-alive",
+            },
         )
-        assert response.status == 200, await response.text()
-        answer: dict[str, Any] = await response.json()
+        assert response.status == status, await response.text()
+        answer: dict[str, Any] = await response.json() if status == 200 else {}
         return answer
 
     async def get(self) -> Progress:
@@ -134,10 +157,11 @@ async def test_it_tells_how_long_ago_the_driver_was_heard_and_had_news(sidecar: 
     assert await ages() == (5, 15), "the same snapshot again is no news"
     await sidecar.post(progress(2))
     assert await ages() == (0, 0)
+    await sidecar.post(progress(3), last=True)
     await sidecar.post(progress(1, attempt=2))
-    sidecar.now += 7
-    await sidecar.post(progress(3, attempt=1))
-    assert await ages() == (7, 7), "an older attempt is not this one's driver"
+    sidecar.now += 2
+    await sidecar.post(progress(4, attempt=1))
+    assert await ages() == (2, 2), "an older attempt is not this one's driver"
     await sidecar.restart()
     assert await ages() == (0, 0)
 
@@ -145,6 +169,70 @@ async def test_it_tells_how_long_ago_the_driver_was_heard_and_had_news(sidecar: 
 async def test_a_late_snapshot_of_an_older_attempt_changes_nothing(sidecar: Sidecar) -> None:
     await sidecar.post(progress(1, attempt=2))
     await sidecar.post(progress(9, attempt=1))
+    assert (await sidecar.get()).attempt == 2
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        progress(2**52, step=9),
+        progress(2, step=9),
+        progress(2, step=9, final=REPORT),
+        progress(1, attempt=2, step=9),
+        progress(1, attempt=2**52, step=9),
+        progress(1, step=9).model_copy(update={"run_uid": "other", "submission_id": "other-1"}),
+    ],
+    ids=lambda hostile: f"attempt {hostile.attempt} sequence {hostile.sequence}",
+)
+async def test_other_processes_of_the_pod_cannot_hide_the_driver(
+    sidecar: Sidecar, hostile: Progress
+) -> None:
+    await sidecar.post(progress(1, step=3))
+    await sidecar.post(hostile, secret="", status=409)
+    await sidecar.restart()
+    await sidecar.post(hostile, secret="guess", status=409)
+    await sidecar.post(progress(2, step=4))
+    assert (await sidecar.get()).step == 4
+
+
+async def test_a_driver_without_a_secret_is_not_hidden_by_a_high_sequence(
+    sidecar: Sidecar,
+) -> None:
+    await sidecar.post(progress(1, step=3), secret="")
+    await sidecar.post(progress(2**52, step=9), secret="", status=409)
+    await sidecar.post(progress(10_001, step=4), secret="")
+    assert (await sidecar.get()).step == 4
+
+
+@pytest.mark.parametrize("hostile", [progress(2**52, step=9), progress(1, attempt=2**52, step=9)])
+async def test_a_process_that_reports_while_there_is_no_driver_gives_way(
+    sidecar: Sidecar, hostile: Progress
+) -> None:
+    await sidecar.post(progress(1), last=True)
+    await sidecar.post(hostile, secret="", last=True)
+    await sidecar.post(progress(1, attempt=2, step=4))
+    assert (await sidecar.get()).step == 4
+    await sidecar.post(progress(2, attempt=2, step=5))
+    assert (await sidecar.get()).step == 5
+
+
+async def test_a_driver_that_is_connected_may_be_silent_for_a_minute(sidecar: Sidecar) -> None:
+    await sidecar.post(progress(1))
+    sidecar.now = FROZEN_SECONDS - 1
+    await sidecar.post(progress(2, step=9), secret="", status=409)
+    await sidecar.post(progress(1, attempt=2, step=9), secret="", status=409)
+    sidecar.now = FROZEN_SECONDS
+    await sidecar.post(progress(1, attempt=2, step=4))
+    assert (await sidecar.get()).step == 4
+
+
+async def test_the_final_report_is_the_last_snapshot_of_an_attempt(sidecar: Sidecar) -> None:
+    await sidecar.post(progress(3, final=REPORT))
+    sidecar.now += 60
+    await sidecar.post(progress(2))
+    await sidecar.post(progress(4), secret="")
+    assert (await sidecar.get()).final == REPORT
+    await sidecar.post(progress(1, attempt=2))
     assert (await sidecar.get()).attempt == 2
 
 
@@ -162,7 +250,7 @@ async def test_a_new_attempt_is_not_stopped_by_the_command_to_the_last_one(
 ) -> None:
     await sidecar.post(progress(1))
     await sidecar.http.post("/stop", headers=TOKEN)
-    assert (await sidecar.post(progress(2)))["stop"] is True
+    assert (await sidecar.post(progress(2), last=True))["stop"] is True
     assert (await sidecar.post(progress(1, attempt=2)))["stop"] is False
 
 
@@ -181,7 +269,7 @@ async def test_changed_settings_reach_every_later_attempt_and_the_newest_win(
         assert (await sidecar.http.put("/config", data=body, headers=TOKEN)).status == 200
     await sidecar.restart()
     for attempt in (1, 2):
-        config = (await sidecar.post(progress(1, attempt=attempt)))["config"]
+        config = (await sidecar.post(progress(1, attempt=attempt), last=True))["config"]
         assert (config["generation"], config["maxSteps"]) == (4, 40)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Protocol
 
 from agenticrun_api import Commands, Progress
-from agenticrun_api.names import TOKEN_HEADER
+from agenticrun_api.names import DRIVER_HEADER, TOKEN_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class ReporterClient:
     def __init__(self, url: str, token: str, on_commands: Callable[[Commands], None]) -> None:
         self._url = url
         self._token = token
+        self._secret = secrets.token_hex(16)
         self._on_commands = on_commands
         self._newest: Progress | None = None
         self._changed = asyncio.Event()
@@ -63,7 +65,7 @@ class ReporterClient:
 
         self._session = aiohttp.ClientSession(
             self._url,
-            headers={TOKEN_HEADER: f"Bearer {self._token}"},
+            headers={TOKEN_HEADER: f"Bearer {self._token}", DRIVER_HEADER: self._secret},
             timeout=aiohttp.ClientTimeout(total=5),
         )
         self._poster = asyncio.create_task(self._post_forever(), name="reporter")

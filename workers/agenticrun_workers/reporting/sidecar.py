@@ -11,6 +11,7 @@ Run it with `python -m agenticrun_workers.reporting.sidecar`.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import os
@@ -24,6 +25,7 @@ from pydantic import ValidationError
 from agenticrun_api import Commands, LiveConfig, Progress
 from agenticrun_api.base import Model
 from agenticrun_api.names import (
+    DRIVER_HEADER,
     ENV_RAY_TOKEN,
     REPORTER_PORT,
     REPORTER_TOKEN_FILE,
@@ -110,15 +112,20 @@ class Reporter:
             progress = Progress.model_validate_json(await request.read())
         except ValidationError as error:
             raise web.HTTPUnprocessableEntity(text=str(error)) from error
-        before = self._state
-        self._become(before.with_progress(progress))
-        newest = self._state.progress
-        if newest is not None and newest.submission_id == progress.submission_id:
-            self._heard_at = self._clock()
-            self._connection = request.transport
+        before, now = self._state, self._clock()
+        poster = hashlib.sha256(request.headers.get(DRIVER_HEADER, "").encode()).hexdigest()
+        try:
+            self._become(before.with_progress(progress, poster, lapsed=self._has_lapsed()))
+        except NotTheDriver as error:
+            raise web.HTTPConflict(text=str(error)) from error
         if self._state is not before:
-            self._news_at = self._clock()
+            self._news_at = now
             self._report_read = False
+        newest = self._state.progress
+        assert newest is not None
+        if (newest.submission_id, newest.sequence) == (progress.submission_id, progress.sequence):
+            self._heard_at = now
+            self._connection = request.transport
         return _json(self._state.commands)
 
     async def _metrics(self, _: web.Request) -> web.Response:
@@ -145,6 +152,13 @@ class Reporter:
         return _json(
             LeaveAnswer(driver_runs=runs, report_unread=reported and not self._report_read)
         )
+
+    def _has_lapsed(self) -> bool:
+        """Return True if the process that sent the newest snapshot has ended, or is frozen."""
+        silent = self._clock() - self._heard_at
+        if self._connection is None:  # this process has just started
+            return silent >= LOST_SECONDS
+        return self._connection.is_closing() or silent >= FROZEN_SECONDS
 
     def _driver_runs(self) -> bool:
         """Return True if a driver runs that can still save and report."""
@@ -205,27 +219,62 @@ def main() -> None:
     web.run_app(reporter.app(), port=port, access_log=None, print=None)
 
 
+MAX_JUMP = 10_000
+"""Changes of a snapshot that a driver may have failed to post."""
+
+
+class NotTheDriver(Exception):
+    """A snapshot is refused, because the driver of the attempt reports something else."""
+
+
 class ReporterState(Model):
-    """The newest snapshot of the newest attempt, and the commands for that attempt."""
+    """The newest snapshot of the newest attempt, and the commands for that attempt.
+
+    User code in the pod can read the token and post, too. One post of it with a high sequence or
+    attempt must not hide all later posts of the driver. So an attempt belongs to the process that
+    posts first for it, until that one has ended or is frozen.
+    """
 
     progress: Progress | None = None
+    driver: str = ""
+    """Hash of the secret of the process that sent `progress`."""
     commands: Commands = Commands()
 
-    def with_progress(self, progress: Progress) -> ReporterState:
+    def with_progress(self, progress: Progress, driver: str, *, lapsed: bool) -> ReporterState:
         """Return the state after a snapshot.
 
         Snapshots of an older attempt change nothing, and neither do those that were known already.
         The first one of a new attempt clears the stop command.
+
+        Args:
+            progress: the snapshot.
+            driver: hash of the secret of the process that sent it.
+            lapsed: True if the process that sent the newest one has ended or is frozen.
+
+        Raises:
+            NotTheDriver: another process than the one that reports the attempt has sent it.
         """
         held = self.progress
-        if held is None or held.submission_id == progress.submission_id:
-            if held is not None and progress.sequence <= held.sequence:
+        mine = {"progress": progress, "driver": driver}
+        if held is None:
+            return self.model_copy(update=mine)
+        if progress.submission_id != held.submission_id:
+            if held.run_uid == progress.run_uid and progress.attempt < held.attempt and not lapsed:
                 return self
-            return self.model_copy(update={"progress": progress})
-        if held.run_uid == progress.run_uid and progress.attempt < held.attempt:
+            if held.final is None and not lapsed:
+                raise NotTheDriver(f"the driver of attempt {held.attempt} still reports")
+            commands = self.commands.model_copy(update={"stop": False, "leaving_pod": None})
+            return ReporterState(commands=commands, **mine)
+        if held.final is not None:
             return self
-        commands = self.commands.model_copy(update={"stop": False, "leaving_pod": None})
-        return ReporterState(progress=progress, commands=commands)
+        if not lapsed:
+            if driver != self.driver:
+                raise NotTheDriver(f"another process reports attempt {held.attempt}")
+            if progress.sequence > held.sequence + MAX_JUMP:
+                raise NotTheDriver(f"sequence {progress.sequence} comes after {held.sequence}")
+            if progress.sequence < held.sequence:
+                return self
+        return self if progress.sequence == held.sequence else self.model_copy(update=mine)
 
     def asked_to_stop(self, leaving_pod: str | None = None) -> ReporterState:
         """Return the state with the stop command set. The first cause stays.
