@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from functools import cached_property
 
 from agenticrun_api import AgenticRun, Progress, Reason, Role
+from agenticrun_api.base import one_line
 from agenticrun_api.names import (
     FETCH_CONTAINER,
     INSTALL_CONTAINER,
@@ -682,7 +683,7 @@ def _container_problem(container: Manifest, image: str) -> Problem | None:
         "terminated"
     )
     if ended and ended.get("exitCode", 0) != 0:
-        detail = _one_line(ended.get("message", "")) or ended.get("reason", "")
+        detail = _one_line(ended.get("message", "")) or _one_line(ended.get("reason", ""))
         if failed := _CODE_CONTAINERS.get(container["name"]):
             return Problem(Reason.CODE_UNAVAILABLE, f"{failed}: {detail}")
         return Problem(
@@ -705,4 +706,4 @@ def _start_of_ray(container: Manifest, ended: Manifest) -> str:
 
 
 def _one_line(text: str, limit: int = 400) -> str:
-    return " ".join(text.split())[:limit]
+    return one_line(text, limit)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agenticrun_api import LiveConfig, Progress, Reason
+from agenticrun_api.base import CLEAN, clean_text, one_line
 from agenticrun_api.names import (
     DASHBOARD_PORT,
     DRIVER_COMMAND,
@@ -53,8 +55,8 @@ class _RayJob(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    status: str
-    message: str | None = None
+    status: Annotated[str, CLEAN]
+    message: Annotated[str, CLEAN] | None = None
     driver_exit_code: int | None = None
     start_time: float | None = None
     """In milliseconds since the epoch."""
@@ -71,7 +73,7 @@ class RunHead:
             answer = await self._ray(head, "GET", f"/api/jobs/{submission_id}")
             if answer.status == 404:
                 return NoJob()
-            found = _RayJob.model_validate_json(_ok(answer, "the job API"))
+            found = _RayJob.model_validate(_json(_ok(answer, "the job API")))
         except TokenRefused as error:
             return Unreachable(str(error), Reason.TOKENS_REFUSED)
         except (HeadUnreachable, ValidationError) as error:
@@ -79,8 +81,8 @@ class RunHead:
         ended_badly = found.status in ("FAILED", "STOPPED")
         message, _, quoted_log = (found.message or "").partition(LOG_IN_MESSAGE)
         return Job(
-            status=found.status[:32],
-            message=" ".join(message.split())[:1024],
+            status=one_line(found.status, 32),
+            message=one_line(message, 1024),
             exit_code=found.driver_exit_code,
             log_tail=await self._log_tail(head, submission_id, quoted_log) if ended_badly else "",
             start_time=None if found.start_time is None else found.start_time / 1000,
@@ -149,7 +151,7 @@ class RunHead:
             text = _ok(answer, "the log").decode(errors="replace")
         except HeadUnreachable:
             text = quoted_log
-        return text[-LOG_TAIL_CHARACTERS:]
+        return without_secrets(clean_text(text[-4 * LOG_TAIL_CHARACTERS :]))[-LOG_TAIL_CHARACTERS:]
 
     async def _reporter(
         self, head: HeadAddress, method: str, path: str, body: Any = None
@@ -204,13 +206,52 @@ def _ok(answer: Response, who: str) -> bytes:
     return answer.body
 
 
+def _json(body: bytes) -> Any:
+    """Parse JSON in which a text may have lone surrogates, which pydantic refuses."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise HeadUnreachable(f"unusable answer: {type(error).__name__}") from error
+
+
 def _brief(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         return f"unusable answer: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]
-    return " ".join(str(error).split())[:300]
+    return one_line(str(error), 300)
 
 
 def _last_line(body: bytes) -> str:
     lines = body.decode(errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else ""
+    return one_line(lines[-1], 300) if lines else ""
+
+
+_SECRETS = re.compile(
+    r"""
+    (?P<name> \b[\w.-]{0,64}
+        (?: key(?!error|word|board) | token(?!s\b|s_|i[sz]) | secret | passw(?:or)?d | credential )
+        [\w.\[\]-]{0,64} ["']? \s* [=:] \s* )
+        (?: (?:Bearer|Basic) \s+ )? (?: "[^"\n]*" | '[^'\n]*' | [^\s,;&)}\]]+ )
+    | (?P<scheme> \b(?:Bearer|Basic) \s+ ) [\w.~+/=-]{8,}
+    | (?P<address> \b[a-z][a-z0-9+.-]{1,20}:// ) [^\s/@"']{1,256} @
+    | \b (?: hf_\w{10,} | sk-[\w-]{10,} | gh[a-z]_\w{20,} | github_pat_\w{20,} | glpat-[\w-]{10,}
+        | xox[a-z]-[\w-]{10,} | A[KS]IA[A-Z0-9]{12,} | eyJ[\w-]{8,2000}\.[\w.-]{8,} )
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""Parts are bounded, because a log may be made to take long."""
+
+
+def without_secrets(text: str) -> str:
+    """Return a text in which `***` stands for what looks like a password, a token or a key.
+
+    More people may read the status of a run than the logs of its pods. Known are values of names
+    such as `API_KEY`, passwords in addresses, and the notations of well-known services.
+    """
+
+    def hidden(match: re.Match[str]) -> str:
+        if address := match["address"]:
+            return f"{address}***@"
+        return f"{match['name'] or match['scheme'] or ''}***"
+
+    return _SECRETS.sub(hidden, text)

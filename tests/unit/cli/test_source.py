@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
 
+from agenticrun_workers.cli import source
 from agenticrun_workers.cli.kubectl import SourceError
 from agenticrun_workers.cli.source import ALL, download_output
 from agenticrun_workers.reporting.run_folder import RunFolder
@@ -52,3 +54,11 @@ def test_what_people_look_at_is_copied(
 def test_a_storage_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="nosuch://bucket cannot be read from here"):
         download_output("nosuch://bucket", tmp_path, 1, None)
+
+
+def test_logs_of_pods_cannot_act_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    program = (
+        r"import os; os.write(1, b'\x1b]0;title\x07\x1b[31mred\x00 \xff \xf0\x9f\xa4\x97\r\n')"
+    )
+    source._stream([("env-0", [sys.executable, "-c", program])])
+    assert capsys.readouterr().out == "[env-0] red\ufffd \ufffd \U0001f917\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,6 +93,73 @@ async def test_progress_is_read_with_the_reporters_token() -> None:
         "/progress",
         {"X-Ray-Authorization": "Bearer reporter-token"},
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("HF_TOKEN=hf_abcdefghijklmnop loads", "HF_TOKEN=*** loads"),
+        ("using hf_abcdefghijklmnop", "using ***"),
+        ("Incorrect API key provided: sk-proj-abcdefghijkl.", "Incorrect API key provided: ***."),
+        ("AKIAABCDEFGHIJKLMNOP and ghp_abcdefghijklmnopqrstuvwx", "*** and ***"),
+        ("api_key: 'a b c', next", "api_key: ***, next"),
+        ('{"password": "p w", "secretRef": "x"}', '{"password": ***, "secretRef": ***}'),
+        ("AWS_SECRET_ACCESS_KEY = abc/def+g", "AWS_SECRET_ACCESS_KEY = ***"),
+        ("Authorization: Bearer abc.def.ghijk", "Authorization: Bearer ***"),
+        ("token: Bearer abc.def.ghijk", "token: ***"),
+        ("GET https://me:pw@host/x?token=abc&step=1", "GET https://***@host/x?token=***&step=1"),
+        ("redis://:pw@host:1", "redis://***@host:1"),
+        ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.sig", "***"),
+        *(
+            (line, line)
+            for line in (
+                "KeyError: 'no such cell'",
+                "max_tokens=512, tokens: 3, tokens_per_second=9",
+                "Loaded tokenizer: Qwen/Qwen3",
+                "TypeError: f() got an unexpected keyword: x",
+                "git@github.com:agentic/run and s3://bucket/steps:1",
+                "torch.OutOfMemoryError: CUDA out of memory",
+            )
+        ),
+    ],
+)
+async def test_the_tail_of_a_log_shows_no_secrets(line: str, shown: str) -> None:
+    transport = Scripted(
+        api_jobs=says({"status": "FAILED", "message": None}),
+        logs_file=Response(200, f"before\n{line}\nafter".encode()),
+    )
+    job = await RunHead(transport).job(HEAD, "lake-1")
+    assert isinstance(job, Job)
+    assert job.log_tail == f"before\n{shown}\nafter"
+
+
+@pytest.mark.parametrize("body", [b"[" * 500_000, b"\xff", b"{", b"[]", b'{"status": 1}'])
+async def test_an_answer_of_ray_that_is_none_is_an_unreachable_head(body: bytes) -> None:
+    job = await RunHead(Scripted(api_jobs=Response(200, body))).job(HEAD, "lake-1")
+    assert isinstance(job, Unreachable)
+
+
+@pytest.mark.parametrize("part", ["a.", "eyJ-", "a-key", "https://a", "key='"])
+async def test_a_log_cannot_make_the_search_for_secrets_slow(part: str) -> None:
+    transport = Scripted(
+        api_jobs=says({"status": "FAILED", "message": None}),
+        logs_file=Response(200, part.encode() * 200_000),
+    )
+    begun = time.process_time()
+    await RunHead(transport).job(HEAD, "lake-1")
+    assert time.process_time() - begun < 2
+
+
+async def test_what_a_head_says_is_cleaned() -> None:
+    log = "📈 \x1b[32mdone\x1b[0m\r\n".encode() + b"caf\xe9\x00 " + "🤗".encode()
+    transport = Scripted(
+        api_jobs=says({"status": "FAILED", "message": "a\x00b\n\ud83ec 🤗"}),
+        logs_file=Response(200, log),
+    )
+    job = await RunHead(transport).job(HEAD, "lake-1")
+    assert isinstance(job, Job)
+    assert job.message == "a\ufffdb \\ud83ec 🤗"
+    assert job.log_tail == "📈 done\ncaf\ufffd\ufffd 🤗"
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,16 @@ def test_the_error_of_an_episode_may_hold_commas(tmp_path: Path) -> None:
     assert episode.facts["tag"] == "A"
 
 
+def test_an_episode_is_shown_without_what_acts_on_a_terminal(tmp_path: Path) -> None:
+    transcript = "--- turn 1 ---\n\x1b]0;title\x07\x1b[2Jhalf 🤗\x00\n"
+    pipeline = parse_run(run_with(("spec.pipeline.loggingSteps", 1))).spec.pipeline
+    episode = replace(result(7, 1), transcript=transcript)
+    SampleWriter(tmp_path, Tracking(), pipeline).write(1, [episode])
+    folder = RunFolder(tmp_path)
+    (read,) = folder.episodes(folder.sample_files()[0])
+    assert read.parts[0] == ("turn 1", "half 🤗\ufffd")
+
+
 def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     for step in (2, 10, 30):
         (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)

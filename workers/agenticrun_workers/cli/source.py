@@ -38,6 +38,7 @@ from agenticrun_api import (
     Role,
     parse_run,
 )
+from agenticrun_api.base import clean_text
 from agenticrun_api.load import parse_served, repair_status
 from agenticrun_api.names import (
     GROUP,
@@ -426,7 +427,7 @@ class ClusterSource:
         if role == Role.DRIVER:
             head = self._head()
             if head is None:
-                typer.echo(self._log_of_an_ended_driver(document, lines), nl=False)
+                typer.echo(clean_text(self._log_of_an_ended_driver(document, lines)), nl=False)
                 return
             if status.job is None:
                 raise SourceError("the driver has not been submitted yet")
@@ -823,7 +824,8 @@ def _stream(commands: Sequence[tuple[str | None, list[str]]]) -> None:
         for line in process.stdout:
             if line.startswith(RAY_MARKS):
                 continue
-            typer.echo(f"[{name}] {line}" if name else line, nl=False)
+            clean = clean_text(line)
+            typer.echo(f"[{name}] {clean}" if name else clean, nl=False)
 
     threads = [threading.Thread(target=pass_on, args=pair, daemon=True) for pair in processes]
     for thread in threads:

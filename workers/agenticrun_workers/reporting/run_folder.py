@@ -39,6 +39,7 @@ import yaml
 from pydantic import ValidationError
 
 from agenticrun_api import AgenticRun, Progress, Role
+from agenticrun_api.base import clean_text
 from agenticrun_api.version import __version__
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 
@@ -119,7 +120,7 @@ class RunFolder:
         """Return the episodes of one of the `sample_files`."""
         name = SAMPLES.fullmatch(file.name)
         assert name is not None
-        pieces = HEADER.split(file.read_text(encoding="utf-8", errors="replace"))
+        pieces = HEADER.split(clean_text(file.read_text(encoding="utf-8", errors="replace")))
         found = []
         for line, text in zip(pieces[1::2], pieces[2::2], strict=True):
             facts = _facts(line)
