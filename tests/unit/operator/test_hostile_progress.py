@@ -140,6 +140,7 @@ def told(snapshot: dict[str, Any]) -> World | None:
     world.reports[job.incarnation.split("/")[0]] = progress
     world.now = world.now.replace(year=2027)
     asyncio.run(Operator(world).reconcile())
+    assert world.invalid_statuses == []
     return world
 
 
