@@ -21,7 +21,7 @@ from agenticrun_workers.launch import (
     current_node,
 )
 
-NOT_UTF8 = os.fsdecode(b"/data/caf\xe9")
+NOT_UTF8 = os.fsdecode(b"/data/n\xe9")
 """Name of a file as Python gives it; Ray cannot carry it in the text of an exception."""
 
 
@@ -259,7 +259,7 @@ class LauncherConformance:
         ):
             with pytest.raises(Refused) as raised:
                 await soon(failing)
-            assert clean_text(str(raised.value)) == "/data/caf\\udce9 is refused"
+            assert clean_text(str(raised.value)) == "/data/n\\udce9 is refused"
             assert raised.value.number == 1
         assert await soon(counter.call(lambda actor: actor.add())) == 10
 
@@ -350,7 +350,7 @@ class LauncherConformance:
         broken = launcher.start(ActorOptions(), BrokenBytes)
         with pytest.raises(ActorDied) as raised:
             await soon(broken.call(lambda actor: actor.answer()))
-        assert "no level in /data/caf\\udce9" in clean_text(str(raised.value))
+        assert "no level in /data/n\\udce9" in clean_text(str(raised.value))
 
     async def test_an_actor_of_a_role_runs_on_a_node_that_offers_it(
         self, launcher: Launcher, keeper: ActorHandle[Keeper]
