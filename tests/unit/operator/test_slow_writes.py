@@ -205,12 +205,11 @@ def test_fifty_creations_that_hang_delay_no_look_at_a_healthy_run() -> None:
 
         async def reconcile(item: Item) -> float | None:
             operator = in_time(operators[item.key])
-            try:
-                return await operator.reconcile(item.changed)
-            finally:
-                looks[item.key].append(loop.time())
-                reason = provisioned(operator.world)[1]
-                reasons[item.key].setdefault(reason, loop.time())
+            delay = await operator.reconcile(item.changed)
+            looks[item.key].append(loop.time())
+            reason = provisioned(operator.world)[1]
+            reasons[item.key].setdefault(reason, loop.time())
+            return delay
 
         workers = ReconcileWorkers(queue, reconcile, leading, slots)
         workers.start()
