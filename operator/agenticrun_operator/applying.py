@@ -250,6 +250,7 @@ def without_reports(status: AgenticRunStatus, stored: AgenticRunStatus) -> Agent
             update={
                 "version": same and same.version,
                 "report": same and same.report,
+                "disruption": job.disruption and ((same and same.disruption) or _NOT_STORED),
                 # Not empty, which means that Ray has not got the job.
                 "status": job.status if job.status in _RAY_STATES else "UNKNOWN",
             }

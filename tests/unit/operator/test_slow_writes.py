@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api import ConditionType, Phase
-from agenticrun_api.status import CheckpointStatus
+from agenticrun_api import AgenticRunStatus, ConditionType, Phase
+from agenticrun_api.status import CheckpointStatus, JobStatus
+from agenticrun_operator.applying import without_reports
 from agenticrun_operator.cluster import (
     ClusterError,
     KubeUnavailable,
@@ -367,6 +368,19 @@ async def test_nothing_follows_a_status_that_is_refused_without_reports_too(
         with pytest.raises(Refused):
             await operator.reconcile()
     assert (world.stop_requests, happened(world).count("StatusRefused")) == (0, 1)
+
+
+def test_what_decides_survives_without_the_texts() -> None:
+    job = JobStatus(attempt=2, submission_id="s-2", status="\U0001f917", disruption="\U0001f917")
+    status = AgenticRunStatus(phase=Phase.RUNNING, job=job, disruptions=3, log_tail="\U0001f917")
+    stored = AgenticRunStatus(step=4, job=JobStatus(attempt=1, submission_id="s-1", version="1"))
+    reduced = without_reports(status, stored)
+    assert not has_emoji(reduced.to_dict())
+    assert reduced.job
+    assert (reduced.job.attempt, reduced.job.submission_id, reduced.job.version) == (2, "s-2", None)
+    assert reduced.job.status, "empty means that Ray has not got the job"
+    assert reduced.job.disruption, "such an attempt is no failure"
+    assert (reduced.phase, reduced.disruptions, reduced.step) == (Phase.RUNNING, 3, 4)
 
 
 @pytest.mark.parametrize("restarted", [False, True])
