@@ -62,24 +62,29 @@ def main() -> int:
         default=ROOT / "examples/frozen-lake.yaml",
         help="the AgenticRun to apply",
     )
-    file: Path = parser.parse_args().file
+    parser.add_argument(
+        "--operator-only", action="store_true", help="stop when the operator is available"
+    )
+    options = parser.parse_args()
+    file: Path = options.file
     steps = Steps()
     steps.say("cluster")
     up = subprocess.run([*DEVCLUSTER, "up"], cwd=ROOT, check=False).returncode
-    if up == NO_CLUSTER:
+    if up == NO_CLUSTER and not options.operator_only:
         local = [str(ROOT / ".venv/bin/agenticrun"), "run", "-f", str(file)]
         return subprocess.run(local, cwd=ROOT, check=False).returncode
     if up:
         return up
     try:
-        return train(file, steps)
+        kubectl = install_operator(file, steps)
+        return 0 if options.operator_only else train(kubectl, file, steps)
     except DevclusterError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
 
 
-def train(file: Path, steps: Steps) -> int:
-    """Install the operator on the cluster that is up, apply the run and follow it to its end."""
+def install_operator(file: Path, steps: Steps) -> Kubectl:
+    """Install the operator, with the images that the run needs, on the cluster that is up."""
     environment = _environment()
     program = shutil.which("kubectl", path=environment["PATH"])
     if program is None:
@@ -89,7 +94,7 @@ def train(file: Path, steps: Steps) -> int:
     build = [*DEVCLUSTER, "images", *engine_options(file)]
     built = subprocess.run(build, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
     if built.returncode:
-        return built.returncode
+        raise DevclusterError("the images cannot be made, see the output above")
     steps.say("operator")
     install_chart(environment, json.loads(built.stdout))
     wait_for(
@@ -98,6 +103,11 @@ def train(file: Path, steps: Steps) -> int:
         lambda: kubectl.reports(SYSTEM),
         tell=steps.say,
     )
+    return kubectl
+
+
+def train(kubectl: Kubectl, file: Path, steps: Steps) -> int:
+    """Apply the run and follow it to its end."""
     steps.say(f"apply {file.name}")
     name = apply(kubectl, file)
     phase = watch(kubectl, name, steps)

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from installation import ENGINES, RELEASE, RUNS, SYSTEM, Images, Operator, others_paused
+from installation import ENGINES, RELEASE, RUNS, SYSTEM, Images, Operator
 from testcluster import ROOT, Cluster, devcluster
 from waiting import eventually
 
@@ -41,11 +41,7 @@ def operator(cluster: Cluster, images: Images) -> Iterator[Operator]:
         "replicas": 1,  # drills kill the operator, and see how another start goes
         "logLevel": "debug",
     }
-    with (
-        others_paused(cluster),
-        cluster.new_namespace(RUNS),
-        cluster.new_namespace(SYSTEM) as system,
-    ):
+    with cluster.new_namespace(RUNS), cluster.new_namespace(SYSTEM) as system:
         cluster.kubectl(
             "apply",
             "--server-side",

@@ -24,7 +24,7 @@ import yaml
 
 from agenticrun_api.names import LABEL_RUN
 from agenticrun_api.version import __version__
-from installation import ALL_DRILLS, Images, Operator, others_paused
+from installation import ALL_DRILLS, Images, Operator
 from lake import Pods, behind_gate, small_lake
 from testcluster import ROOT, Cluster, CommandFailed, devcluster
 from waiting import eventually
@@ -118,11 +118,7 @@ def git(*words: str) -> str:
 @contextmanager
 def installed(cluster: Cluster, release: Release) -> Iterator[Operator]:
     """Install a release with its CRD; remove it at the end, and put this tree's CRD back."""
-    with (
-        others_paused(cluster, SYSTEM),
-        cluster.new_namespace(RUNS) as runs,
-        cluster.new_namespace(SYSTEM) as system,
-    ):
+    with cluster.new_namespace(RUNS) as runs, cluster.new_namespace(SYSTEM) as system:
         apply_crd(cluster, release.root / CRD)
         values = release.image_values() | {"watchNamespaces": [RUNS], "logLevel": "debug"}
         chart, options = str(release.root / CHART), ("-n", SYSTEM, "--wait", "--timeout=10m")

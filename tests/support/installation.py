@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from testcluster import Cluster
@@ -23,7 +20,6 @@ A drill sets sglang,vllm: their images take 17 and 12 GB of disk.
 """
 ALL_DRILLS = os.environ.get("AGENTICRUN_E2E_DRILLS") == "all"
 """Run the slow fault drills, too."""
-_OPERATORS = "app.kubernetes.io/name=agenticrun"
 _KINDS = (
     "pods,services,configmaps,secrets,persistentvolumeclaims,rayclusters,networkpolicies,ingresses,"
     "serviceaccounts,roles,rolebindings"
@@ -77,32 +73,3 @@ class Images:
     worker: str
     workers: dict[str, str]
     """Of workers with an engine in them, by its name: those that `ENGINES` names."""
-
-
-@contextmanager
-def others_paused(cluster: Cluster, system: str = SYSTEM) -> Iterator[None]:
-    """Scale every other operator of the cluster to 0, and back at the end.
-
-    Two operators must not serve one namespace.
-
-    Args:
-        cluster: the cluster.
-        system: the namespace of the operator that is not another one.
-    """
-    everywhere = json.loads(
-        cluster.kubectl("get", "deployments", "--all-namespaces", "-l", _OPERATORS, "-o", "json")
-    )["items"]
-    paused = [
-        (item["metadata"]["namespace"], item["metadata"]["name"], item["spec"]["replicas"])
-        for item in everywhere
-        if item["metadata"]["namespace"] != system
-    ]
-    for namespace, name, _ in paused:
-        cluster.in_namespace(namespace).kubectl("scale", f"deployment/{name}", "--replicas=0")
-    try:
-        yield
-    finally:
-        for namespace, name, replicas in paused:
-            cluster.in_namespace(namespace).kubectl(
-                "scale", f"deployment/{name}", f"--replicas={replicas}"
-            )

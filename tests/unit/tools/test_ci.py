@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -56,6 +58,38 @@ def test_stages_beside_others_follow_each_other(
     output = capfd.readouterr().out
     assert output.index("\none\n") < output.index("\ntwo\n")
     assert [name for name, _, _ in stages.took] == ["first", "second"]
+
+
+class Recorded:
+    """Stages that all succeed, by name."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def run(self, name: str, _command: list[str], _env: dict[str, str] | None = None) -> bool:
+        self.names.append(name)
+        return True
+
+    @contextmanager
+    def beside(
+        self, stages: list[tuple[str, list[str]]], _env: dict[str, str] | None = None
+    ) -> Iterator[None]:
+        yield
+        self.names += [name for name, _ in stages]
+
+
+@pytest.mark.parametrize("own_cluster", [True, False])
+def test_tests_run_beside_the_demos_operator_but_never_install_it_on_a_users_cluster(
+    ci: ModuleType, monkeypatch: pytest.MonkeyPatch, own_cluster: bool
+) -> None:
+    answer = subprocess.CompletedProcess([], 0, stdout="/kubeconfig")
+    monkeypatch.setattr(ci.subprocess, "run", lambda *_, **__: answer)
+    stages = Recorded()
+    ci.test(stages, own_cluster=own_cluster)
+    operator = ["demo's operator"] if own_cluster else []
+    assert [name for name in stages.names if name not in ("lint", "unit", "integration")] == [
+        *("set-up", "cluster up", "images", *operator, "e2e", "cluster")
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
