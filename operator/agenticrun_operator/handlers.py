@@ -1,7 +1,8 @@
 """Connects kopf's start-up and clean-up to the `OperatorRuntime`.
 
-kopf watches nothing here: a watch of kopf that gets 403 or 404, because a namespace or a CRD is
-missing, ends the whole operator. `watches.py` does that instead.
+kopf watches nothing here: its watches end the whole operator when KubeRay's CRD is deleted, do not
+notice one that appears, and do not report what was deleted in a gap (docs/decisions/0002).
+`watches.py` does that instead.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 What they see goes into a `WatchCache`, which reports the run that it belongs to.
 
 A watch whose namespace or CRD is missing, or that may not list, retries until it can, and delays no
-other watch. kopf's own watches end the whole operator in that case. A connection that broke or fell
-silent is replaced, and the watch goes on from the version that it has reached, without a list.
+other watch; see docs/decisions/0002 for what kopf's watches do. A connection that broke or fell
+silent is replaced, and the watch continues from the version that it has reached, without a list.
 """
 
 from __future__ import annotations
