@@ -76,6 +76,11 @@ def children(run: AgenticRun) -> dict[str, Manifest]:
     return {child["kind"]: child for child in found}
 
 
+def own_name(release: str, name: str) -> str:
+    """Return the name of a cluster-wide object of this release."""
+    return f"{SYSTEM}-{release}-{name}"
+
+
 def install(cluster: Cluster, release: str, *, policy: bool) -> list[str]:
     """Apply the rights of a release as the chart renders them, under names of their own."""
     values = {
@@ -93,9 +98,9 @@ def install(cluster: Cluster, release: str, *, policy: bool) -> list[str]:
             continue
         if document["kind"] in ("ClusterRole", "ClusterRoleBinding"):
             # The name is that of every release; another one may be installed.
-            document["metadata"]["name"] = f"{SYSTEM}-{release}"
+            document["metadata"]["name"] = own_name(release, document["metadata"]["name"])
         if document["kind"] == "ClusterRoleBinding":
-            document["roleRef"]["name"] = f"{SYSTEM}-{release}"
+            document["roleRef"]["name"] = own_name(release, document["roleRef"]["name"])
         if "namespace" not in document["metadata"]:
             cluster_wide.append(f"{document['kind']}/{document['metadata']['name']}")
         cluster.in_namespace(SYSTEM).apply(document)
