@@ -152,7 +152,7 @@ def test_what_would_change_the_pods_or_the_training_cannot_change(
     with pytest.raises(CommandFailed) as caught:
         _change(stored, change)
     assert f"{field}: " in caught.value.stderr
-    assert "delete the run and apply it again" in caught.value.stderr
+    assert "apply it again with checkpoint.resume: FromPreviousRun" in caught.value.stderr
 
 
 def test_what_the_operator_reads_and_what_a_driver_takes_over_can_change(stored: Cluster) -> None:
