@@ -14,15 +14,20 @@ from agenticrun_api.names import (
     FETCH_CONTAINER,
     INSTALL_CONTAINER,
     LABEL_ROLE,
+    LABEL_RUN,
     LABEL_RUN_UID,
     RAY_CONTAINER,
 )
 from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.resources import (
+    LABEL_CLUSTER,
     Child,
     Manifest,
+    changes_by_others,
     controller,
+    editor_of,
     is_own,
+    run_labels,
 )
 
 _PULL_FAILURES = frozenset(
@@ -45,8 +50,9 @@ _COMMIT = re.compile("[0-9a-f]{40,64}")
 _PLAIN_WAITING = frozenset({"ContainerCreating", "PodInitializing"})
 _MOUNT_FAILURES = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
 _ROLES = frozenset(role.value for role in Role)
-_NODE_TYPE, _GROUP, _CLUSTER = "ray.io/node-type", "ray.io/group", "ray.io/cluster"
+_NODE_TYPE, _GROUP, _CLUSTER = "ray.io/node-type", "ray.io/group", LABEL_CLUSTER
 """Labels that KubeRay gives to each pod that it creates."""
+_POD_LABELS = (LABEL_RUN, LABEL_RUN_UID, LABEL_ROLE)
 _DISRUPTED = frozenset(
     {
         "Evicted",
@@ -163,6 +169,8 @@ class Pod:
     ownerless: bool = False
     """True if someone has removed the pod's owner, as a deletion of the RayCluster with
     --cascade=orphan does. No garbage collector will delete the pod."""
+    lacks: tuple[str, ...] = ()
+    """The labels of the run that someone has removed. The watches do not see a pod without them."""
     is_head: bool = False
     """True if this is the run's head: the pod that the RayCluster names, or its only head while it
     names none."""
@@ -236,6 +244,24 @@ class JobTrouble:
 
 
 @dataclass(frozen=True)
+class Edit:
+    """A change of an object of the run that someone else has made, and that is to be undone."""
+
+    object: Child
+    changes: tuple[str, ...]
+    """The changes, as clauses."""
+    by: str = ""
+    """The name with which the client has made them; empty if the apiserver does not know it."""
+    repair: str = ""
+    """The command for the user; empty if the operator undoes the changes."""
+
+    def __str__(self) -> str:
+        editor = f" by {self.by}" if self.by else ""
+        what = f"{self.object.kind} {self.object.name} was changed{editor}: "
+        return what + ", ".join(self.changes) + (f"; {self.repair}" if self.repair else "")
+
+
+@dataclass(frozen=True)
 class Observed:
     """Everything that one reconciliation has read."""
 
@@ -277,6 +303,26 @@ class Observed:
         """Return the RayCluster, if it exists and is this run's own."""
         cluster = self.child("RayCluster", run.metadata.name)
         return cluster if cluster and is_own(run, cluster) else None
+
+    def edits(self, run: AgenticRun) -> list[Edit]:
+        """Return what others have changed in the run's RayCluster and pods.
+
+        `resources.repaired` undoes the changes of a RayCluster. The operator has no right to change
+        pods, so a user must.
+        """
+        found = []
+        cluster = self.own_cluster(run)
+        if cluster is not None and (changes := changes_by_others(run, cluster)):
+            child = Child("RayCluster", run.metadata.name)
+            found.append(Edit(child, changes, editor_of(cluster)))
+        for pod in self.own_pods(run.metadata.uid):
+            if pod.lacks and not pod.deleting:
+                changes = tuple(f"label {name} is missing" for name in pod.lacks)
+                wanted = run_labels(run, pod.role)
+                labels = " ".join(f"{name}={wanted[name]}" for name in pod.lacks)
+                command = f"set it: kubectl label pod {pod.name} {labels}"
+                found.append(Edit(Child("Pod", pod.name), changes, repair=command))
+        return found
 
     @property
     def cluster_suspended(self) -> bool:
@@ -420,6 +466,19 @@ def _moment(time: str) -> datetime:
     return datetime.fromisoformat(time)
 
 
+def seems_incomplete(pods: Sequence[LabelledPod], cluster: Manifest) -> bool:
+    """Return True if a RayCluster has pods that are not among these.
+
+    It names its head and counts its ready workers. A pod without the run's labels, or one that was
+    just deleted, is missing.
+    """
+    metadata = cluster["metadata"]
+    own = [item.pod for item in pods if item.cluster[1] in ("", metadata["uid"])]
+    head, ready = head_name(cluster), cluster.get("status", {}).get("readyWorkerReplicas") or 0
+    workers = sum(pod.role is not Role.DRIVER for pod in own)
+    return workers < ready or bool(head and all(pod.name != head for pod in own))
+
+
 def head_name(cluster: Manifest | None) -> str | None:
     """Return the name of the head pod that the status of a RayCluster has, if it has one."""
     name: str | None = ((cluster or {}).get("status", {}).get("head") or {}).get("podName")
@@ -460,10 +519,11 @@ def read_pod(manifest: Manifest) -> Pod:
     )
     ready = readiness.get("status") == "True"
     problem = None if ready else _problem(manifest)
+    labels = metadata.get("labels") or {}
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
-        run_uid=(metadata.get("labels") or {}).get(LABEL_RUN_UID, ""),
+        run_uid=labels.get(LABEL_RUN_UID, ""),
         role=role,
         ready=ready,
         node=manifest.get("spec", {}).get("nodeName", ""),
@@ -479,6 +539,7 @@ def read_pod(manifest: Manifest) -> Pod:
         ended=_has_ended(status),
         commit=_commit(status),
         ownerless=not controller(manifest),
+        lacks=tuple(name for name in _POD_LABELS if name not in labels),
         disruption=_disruption(status),
     )
 

@@ -30,10 +30,12 @@ from agenticrun_operator.observed import (
     problem_of_warnings,
     read_labelled_pod,
     resolve_pod,
+    seems_incomplete,
     with_head,
 )
 from agenticrun_operator.planning.times import backoff_seconds, parse_time
 from agenticrun_operator.resources import (
+    LABEL_CLUSTER,
     Child,
     Manifest,
     OperatorKey,
@@ -161,6 +163,8 @@ class Observer:
         )
         kuberay_missing = isinstance(found, NotServed)
         cluster = None if isinstance(found, NotServed) else found
+        if cluster is not None and seems_incomplete(pods, cluster):
+            pods = await self._with_unlabelled(run, pods)
         children: dict[Child, Manifest | None] = {}
         missing_code, users_claim = None, None
         settled = (
@@ -190,6 +194,16 @@ class Observer:
             return known
         read = map(read_labelled_pod, await self._kube.list_pods(*run.key))
         return tuple(pod for pod in read if pod is not None)
+
+    async def _with_unlabelled(
+        self, run: AgenticRun, pods: tuple[LabelledPod, ...]
+    ) -> tuple[LabelledPod, ...]:
+        """Add the pods without the run's label: KubeRay knows its pods by a label of its own."""
+        known = {item.pod.uid for item in pods}
+        found = await self._kube.list_pods(*run.key, label=LABEL_CLUSTER)
+        read = map(read_labelled_pod, found)
+        more = tuple(item for item in read if item is not None and item.pod.uid not in known)
+        return (*pods, *more) if more else pods
 
     def _own_pods(
         self,
@@ -285,6 +299,8 @@ class Observer:
         """
         pods, clusters = self._watched.pods.of_run(run.key), self._watched.clusters.of_run(run.key)
         if objects.fresh or pods is None or clusters is None:
+            return observed
+        if any(pod.lacks for pod in objects.pods):  # the watches do not see it
             return observed
         name = run.metadata.name
         cluster = next((one for one in clusters if one["metadata"]["name"] == name), None)

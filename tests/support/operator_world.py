@@ -47,7 +47,7 @@ from agenticrun_operator.cluster import (
     Refused,
 )
 from agenticrun_operator.cluster.kube import Propagation
-from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
+from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable, role_of
 from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.resources import (
@@ -371,7 +371,13 @@ class World:
             "podName": heads[0]["metadata"]["name"] if heads else "",
             "podIP": heads[0]["status"].get("podIP", "") if heads else "",
         }
-        cluster["status"] = cluster.get("status", {}) | {"head": named}
+        ready = sum(
+            pod["status"].get("containerStatuses", [{}])[0].get("ready", False)
+            for pod in self.pods()
+            if pod not in heads and self._belongs_to(pod, cluster)
+        )
+        status = cluster.get("status", {})
+        cluster["status"] = status | {"head": named, "readyWorkerReplicas": ready}
 
     def _start_container(self, pod: Manifest) -> None:
         """The kubelet: start Ray with the tokens in the Secret, if it has not started."""
@@ -490,7 +496,7 @@ class World:
             pod
             for pod in reversed(found)
             if "ownerReferences" in pod["metadata"]
-            if role is None or pod["metadata"]["labels"][LABEL_ROLE] == role.value
+            if role is None or role_of(pod) is role
         ]
 
     def delete_pod(self, role: Role) -> None:
@@ -586,13 +592,15 @@ class World:
     async def list_run_keys(self) -> list[tuple[str, str]]:
         return [(NAMESPACE, name) for kind, name in self.objects if kind == KIND]
 
-    async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
+    async def list_pods(
+        self, namespace: str, run_name: str, label: str = LABEL_RUN
+    ) -> list[Manifest]:
         self._point("list pods")
         return copied(
             [
                 item
                 for (kind, _), item in self.objects.items()
-                if kind == "Pod" and item["metadata"]["labels"][LABEL_RUN] == run_name
+                if kind == "Pod" and item["metadata"]["labels"].get(label) == run_name
             ]
         )
 
@@ -792,7 +800,8 @@ class World:
 
 
 def _content(item: Manifest) -> str:
-    return json.dumps({key: item.get(key) for key in ("spec", "status")})
+    metadata = {key: item["metadata"].get(key) for key in ("labels", "ownerReferences")}
+    return json.dumps({key: item.get(key) for key in ("spec", "status")} | metadata)
 
 
 def _started(pod: Manifest) -> datetime | None:

@@ -213,9 +213,11 @@ class KubeClient:
             for item in items
         ]
 
-    async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
+    async def list_pods(
+        self, namespace: str, run_name: str, label: str = LABEL_RUN
+    ) -> list[Manifest]:
         found = await self._request(
-            "GET", object_path("Pod", namespace), query={"labelSelector": f"{LABEL_RUN}={run_name}"}
+            "GET", object_path("Pod", namespace), query={"labelSelector": f"{label}={run_name}"}
         )
         items: list[Manifest] = found["items"]
         return items

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from agenticrun_api import AgenticRunStatus, LiveConfig, Progress
+from agenticrun_api.names import LABEL_RUN
 from agenticrun_operator.cluster.head import HeadAddress
 from agenticrun_operator.cluster.kube import Propagation
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
@@ -27,8 +28,10 @@ class Kube(Protocol):
         """Return (namespace, name) of all runs in the watched namespaces that can be listed."""
         ...
 
-    async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
-        """Return the pods that are labelled with the run's name."""
+    async def list_pods(
+        self, namespace: str, run_name: str, label: str = LABEL_RUN
+    ) -> list[Manifest]:
+        """Return the pods that have the run's name in this label."""
         ...
 
     async def list_pod_warnings(self, namespace: str, pod_uid: str) -> list[Manifest]:

@@ -20,15 +20,20 @@ from agenticrun_operator.resources.claims import (
 )
 from agenticrun_operator.resources.images import REPORTER_RESOURCES, WorkerImages
 from agenticrun_operator.resources.metadata import (
+    LABEL_CLUSTER,
     Manifest,
     controller,
     controller_uid,
     is_deleting,
     is_own,
+    run_labels,
 )
 from agenticrun_operator.resources.raycluster import (
+    changes_by_others,
+    editor_of,
     images_in,
     ray_cluster,
+    repaired,
     replicas_in,
     rescaled,
 )
@@ -43,12 +48,14 @@ from agenticrun_operator.resources.volumes import claim_name, storage_of
 
 __all__ = [
     "CLAIM_KIND",
+    "LABEL_CLUSTER",
     "REPORTER_RESOURCES",
     "Child",
     "Event",
     "Manifest",
     "OperatorKey",
     "WorkerImages",
+    "changes_by_others",
     "checkpoint_claim_name",
     "claim_name",
     "code_config_map",
@@ -56,6 +63,7 @@ __all__ = [
     "controller_uid",
     "created_claim",
     "desired_children",
+    "editor_of",
     "images_in",
     "is_deleting",
     "is_own",
@@ -65,8 +73,10 @@ __all__ = [
     "mounted_children",
     "mounted_names",
     "ray_cluster",
+    "repaired",
     "replicas_in",
     "rescaled",
+    "run_labels",
     "secret_of",
     "storage_of",
     "tokens_name",

@@ -7,6 +7,9 @@ from typing import Any
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import API_VERSION, KIND, LABEL_ROLE, LABEL_RUN, LABEL_RUN_UID
 
+LABEL_CLUSTER = "ray.io/cluster"
+"""Label that KubeRay gives to each pod: the name of its RayCluster."""
+
 Manifest = dict[str, Any]
 """A Kubernetes object as JSON."""
 

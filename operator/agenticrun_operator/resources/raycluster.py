@@ -14,6 +14,8 @@ from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import (
     Manifest,
     child_metadata,
+    controller,
+    run_labels,
 )
 from agenticrun_operator.resources.pods import (
     POD_IP_VARIABLE,
@@ -38,6 +40,8 @@ _EVERY_ADDRESS = f"$(case ${POD_IP_VARIABLE} in *:*) echo ::;; *) echo 0.0.0.0;;
 pastes it. Ray can listen on only one family, and the operator uses that of the pod's IP."""
 _HEAD_PARAMS = {"dashboard-host": _EVERY_ADDRESS, "no-monitor": "true"}
 """Ray's job API listens for the operator. Ray's autoscaler would be a process without work."""
+
+_NUMBERS = ("replicas", "minReplicas", "maxReplicas")
 
 OBJECT_STORE_SHARE = 0.3
 """Share of /dev/shm for Ray's object store. It is small: large tensors do not pass through it."""
@@ -120,6 +124,92 @@ def rescaled(cluster: Manifest, replicas: Mapping[Role, int], surplus: Collectio
         group.update({"replicas": number, "minReplicas": number, "maxReplicas": number})
         group["scaleStrategy"] = {"workersToDelete": list(surplus)}
     return changed
+
+
+def changes_by_others(run: AgenticRun, cluster: Manifest) -> tuple[str, ...]:
+    """Return what others have changed in a RayCluster that the operator made, as clauses.
+
+    Only what the operator may put back: the numbers of pods, the labels and the owner. What a
+    queue changes (spec.suspend) and the pods that KubeRay is to delete are not among it.
+    """
+    metadata, wanted = cluster["metadata"], _wanted_replicas(run, cluster)
+    found = []
+    for group in cluster["spec"].get("workerGroupSpecs", ()):
+        name, number = group["groupName"], wanted.get(group["groupName"])
+        found += [
+            f"{field} of worker group {name} is {group.get(field)} instead of {number}"
+            for field in _NUMBERS
+            if number is not None and group.get(field) != number
+        ]
+    labels = metadata.get("labels") or {}
+    found += [
+        f"label {name} is {labels[name]} instead of {value}"
+        if name in labels
+        else f"label {name} is missing"
+        for name, value in _wanted_labels(run, cluster, wanted).items()
+        if labels.get(name) != value
+    ]
+    if not controller(cluster):
+        found.append("the reference to its owner is missing")
+    return tuple(found)
+
+
+def repaired(run: AgenticRun, cluster: Manifest) -> Manifest:
+    """Return a RayCluster without `changes_by_others`.
+
+    Args:
+        run: the run.
+        cluster: as it was read from the apiserver.
+    """
+    changed, wanted = copy.deepcopy(cluster), _wanted_replicas(run, cluster)
+    for group in changed["spec"].get("workerGroupSpecs", ()):
+        if (number := wanted.get(group["groupName"])) is not None:
+            group.update(dict.fromkeys(_NUMBERS, number))
+    metadata = changed["metadata"]
+    metadata["labels"] = (metadata.get("labels") or {}) | _wanted_labels(run, cluster, wanted)
+    if not controller(cluster):
+        metadata["ownerReferences"] = child_metadata(run, run.metadata.name)["ownerReferences"]
+    return changed
+
+
+def editor_of(cluster: Manifest) -> str:
+    """Return the name with which a client last changed the worker groups; empty if unknown.
+
+    The watches do not keep it. A client that has only removed something leaves no name.
+    """
+    entries = [
+        entry
+        for entry in cluster["metadata"].get("managedFields") or ()
+        if not entry.get("subresource")
+        and "f:workerGroupSpecs" in (entry.get("fieldsV1") or {}).get("f:spec", {})
+    ]
+    newest: Manifest = max(entries, key=lambda entry: entry.get("time") or "", default={})
+    return str(newest.get("manager", ""))
+
+
+def _wanted_replicas(run: AgenticRun, cluster: Manifest) -> dict[str, int]:
+    """Return the number of pods of each worker group that the operator has asked for last."""
+    made = replicas_in(cluster)
+    return {
+        role.value: made.get(role.value, run.spec.roles.replicas(role))
+        for role in run.spec.roles.workers
+    }
+
+
+def _wanted_labels(
+    run: AgenticRun, cluster: Manifest, replicas: Mapping[str, int]
+) -> dict[str, str]:
+    """Return the labels that a RayCluster must have.
+
+    Those of the user come back when they are missing; a queue may have changed them.
+    """
+    present = cluster["metadata"].get("labels") or {}
+    made_for = {
+        _replicas_label(role): str(replicas[role])
+        for role in run.spec.roles.elastic
+        if role in replicas
+    }
+    return run.spec.labels | present | run_labels(run) | made_for
 
 
 def _replicas_label(role: str) -> str:

@@ -20,7 +20,9 @@ from agenticrun_operator.resources import (
     OperatorKey,
     WorkerImages,
     desired_children,
+    repaired,
     rescaled,
+    run_labels,
     tokens_name,
     tokens_secret,
 )
@@ -538,6 +540,21 @@ def test_it_may_change_the_numbers_of_pods_of_a_run_and_nothing_else_of_a_rayclu
         with pytest.raises(CommandFailed, match="only the numbers of pods"):
             rescale(team, operator, name, change)
 
+    def give_back(manifest: Manifest) -> None:
+        changed = repaired(parse_run(document), manifest)
+        manifest.clear()
+        manifest.update(changed)
+
+    team.kubectl("label", "raycluster", "scales", "agenticrun.dev/run-")
+    rescale(team, operator, "scales", give_back)
+    no_owner = json.dumps({"metadata": {"ownerReferences": None}})
+    team.kubectl("patch", "raycluster", "scales", "--type=merge", "-p", no_owner)
+    rescale(team, operator, "scales", give_back)
+    team.kubectl("label", "raycluster", "scales", "agenticrun.dev/run-uid-")
+    rescale(team, unlimited, "scales", give_back)
+    with pytest.raises(CommandFailed, match="only the numbers of pods"):
+        rescale(team, operator, "scales", give_back)
+
 
 def test_it_may_delete_runs_with_a_ttl_and_clusters_of_runs_and_nothing_else(
     operator: Identity, unlimited: Identity, team: Cluster
@@ -567,6 +584,10 @@ def test_it_may_delete_runs_with_a_ttl_and_clusters_of_runs_and_nothing_else(
     container = {"name": "c", "image": "none"}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "theirs"}}
     team.apply(pod | {"spec": {"containers": [container], "nodeSelector": {"no-such": "node"}}})
+    left = pod | {"metadata": {"name": "left-over", "labels": run_labels(parse_run(document))}}
+    left["metadata"]["labels"]["ray.io/cluster"] = "with-ttl"
+    team.apply(left | {"spec": {"containers": [container], "nodeSelector": {"no-such": "node"}}})
+    delete(operator, "pod", "left-over")
     for kind, name in (("agenticrun", "without-ttl"), ("raycluster", "theirs"), ("pod", "theirs")):
         delete(unlimited, kind, name)
         with pytest.raises(CommandFailed, match="denied request"):
