@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agenticrun_api import AgenticRunStatus, Outcome, Role
-from agenticrun_api.names import DASHBOARD_PORT, KIND, LABEL_ROLE, REPORTER_PORT
+from agenticrun_api.names import DASHBOARD_PORT, KIND, LABEL_ROLE, LABEL_RUN, REPORTER_PORT
 from agenticrun_operator.cluster import (
     AlreadyExists,
     Conflict,
@@ -223,7 +223,9 @@ class Fleet:
     async def list_run_keys(self) -> list[Key]:
         return list(self.looks)
 
-    async def list_pods(self, namespace: str, run_name: str) -> list[Manifest]:
+    async def list_pods(
+        self, namespace: str, run_name: str, label: str = LABEL_RUN
+    ) -> list[Manifest]:
         objects = self._objects[namespace].items()
         return copied([item for (kind, _), item in objects if kind == "Pod"])
 

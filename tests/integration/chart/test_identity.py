@@ -584,8 +584,8 @@ def test_it_may_delete_runs_with_a_ttl_and_clusters_of_runs_and_nothing_else(
     container = {"name": "c", "image": "none"}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "theirs"}}
     team.apply(pod | {"spec": {"containers": [container], "nodeSelector": {"no-such": "node"}}})
-    left = pod | {"metadata": {"name": "left-over", "labels": run_labels(parse_run(document))}}
-    left["metadata"]["labels"]["ray.io/cluster"] = "with-ttl"
+    labels = run_labels(parse_run(document)) | {"ray.io/cluster": "with-ttl"}
+    left = pod | {"metadata": {"name": "left-over", "labels": labels}}
     team.apply(left | {"spec": {"containers": [container], "nodeSelector": {"no-such": "node"}}})
     delete(operator, "pod", "left-over")
     for kind, name in (("agenticrun", "without-ttl"), ("raycluster", "theirs"), ("pod", "theirs")):
