@@ -8,7 +8,6 @@ after `cluster.kube.WATCH_SECONDS` and a grace period.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from agenticrun_api.names import LABEL_RUN
@@ -17,15 +16,6 @@ from agenticrun_operator.resources import Manifest
 from agenticrun_operator.workqueue import Key
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Version(Generic[T]):
-    """What is kept of one version of an object."""
-
-    version: str
-    kept: T | None
-    run: Key
 
 
 class WatchCache(Generic[T]):
@@ -54,10 +44,10 @@ class WatchCache(Generic[T]):
         self._run_of = run_of
         self._read = read
         self._changed = changed
-        self._objects: dict[Key, _Version[T]] = {}
-        """By namespace and name."""
-        self._names: dict[Key, dict[Key, None]] = {}
-        """The names of each run's objects, in the order in which they were first seen."""
+        self._versions: dict[Key, tuple[str, Key]] = {}
+        """The resourceVersion and the run of each object, by its namespace and name."""
+        self._kept: dict[Key, dict[Key, T | None]] = {}
+        """What is kept, by run, then by the object's namespace and name."""
         self._of_run: dict[Key, tuple[T, ...]] = {}
         """The answers of `of_run` that still hold."""
         self._live: set[str | None] = set()
@@ -65,7 +55,7 @@ class WatchCache(Generic[T]):
     def listed(self, namespace: str | None, items: list[Manifest]) -> None:
         """Replace the objects of a namespace; None: of all namespaces."""
         names = {_name(item) for item in items}
-        known = (name for name in self._objects if namespace in (None, name[0]))
+        known = (name for name in self._versions if namespace in (None, name[0]))
         for name in [name for name in known if name not in names]:
             self._drop(name)
         self._live.add(namespace)
@@ -76,13 +66,13 @@ class WatchCache(Generic[T]):
         """Keep a new or changed object. One that is known in this version is no change."""
         name, run = _name(item), self._run_of(item)
         version = item["metadata"]["resourceVersion"]
-        known = self._objects.get(name)
-        if known and known.run != run:
-            self._drop(name)
-        elif known and known.version == version:
+        known = self._versions.get(name)
+        if known == (version, run):
             return
-        self._objects[name] = _Version(version, self._read(item), run)
-        self._names.setdefault(run, {})[name] = None
+        if known and known[1] != run:
+            self._drop(name)
+        self._versions[name] = version, run
+        self._kept.setdefault(run, {})[name] = self._read(item)
         self._of_run.pop(run, None)
         self._changed(run)
 
@@ -107,7 +97,7 @@ class WatchCache(Generic[T]):
             return None
         found = self._of_run.get(run)
         if found is None:
-            kept = [self._objects[name].kept for name in self._names.get(run, ())]
+            kept = self._kept.get(run, {}).values()
             found = tuple([item for item in kept if item is not None])
             if found:
                 self._of_run[run] = found
@@ -115,19 +105,19 @@ class WatchCache(Generic[T]):
 
     def version(self, name: Key) -> str | None:
         """Return the newest resourceVersion of an object; None if it is not known."""
-        known = self._objects.get(name)
-        return known.version if known and self._live & {None, name[0]} else None
+        known = self._versions.get(name)
+        return known[0] if known and self._live & {None, name[0]} else None
 
     def _drop(self, name: Key) -> None:
-        known = self._objects.pop(name, None)
+        known = self._versions.pop(name, None)
         if known is None:
             return
-        names = self._names[known.run]
-        del names[name]
-        if not names:
-            del self._names[known.run]
-        self._of_run.pop(known.run, None)
-        self._changed(known.run)
+        _, run = known
+        del self._kept[run][name]
+        if not self._kept[run]:
+            del self._kept[run]
+        self._of_run.pop(run, None)
+        self._changed(run)
 
 
 class WatchedObjects:

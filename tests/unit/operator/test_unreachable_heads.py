@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from agenticrun_api import Phase, Role
 from agenticrun_operator import observing, runtime
@@ -254,3 +255,20 @@ async def test_heads_that_hung_before_share_a_budget(monkeypatch: pytest.MonkeyP
     await look
     await operator.reconcile()
     assert world.status.phase is Phase.RUNNING
+
+
+async def test_a_run_that_is_made_again_under_its_name_leaves_no_unreachable_head() -> None:
+    operator = await training()
+    world = operator.world
+    world.reporter_down = True
+    await operator.reconcile()
+    assert unreachable_heads() == 1
+    world.delete_run()
+    world.collect_garbage()
+    world.apply_run()
+    await operator.reconcile()
+    assert unreachable_heads() == 0
+
+
+def unreachable_heads() -> float | None:
+    return REGISTRY.get_sample_value("agenticrun_operator_unreachable_heads")
