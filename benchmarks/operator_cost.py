@@ -30,7 +30,7 @@ two looks at one of five healthy runs. Time in which other processes have the CP
 
 - `healthy_gap_s_with_50_blocked`: beside 50 runs whose creations a webhook blocks for 10 s.
 - `healthy_gap_s_with_500_hung`: beside 500 runs that were healthy until their heads stopped
-  answering, all at once; `looks_per_minute_at_a_hung_head` is of those.
+  answering, all at once.
 """
 
 from __future__ import annotations
@@ -393,8 +393,6 @@ async def measure_hung(figures: dict[str, float], seconds: float) -> None:
         await asyncio.sleep(seconds)
         ended = own_time()
     figures["healthy_gap_s_with_500_hung"] = fleet.longest_gap(healthy, began, ended)
-    looks = sum(moment > began for run in others for moment in fleet.looks[run])
-    figures["looks_per_minute_at_a_hung_head"] = looks * 60 / (ended - began) / HUNG
 
 
 def main() -> None:

@@ -441,7 +441,7 @@ def with_head(pods: Sequence[Pod], named: str | None, submitted_to: str | None) 
     return [
         replace(pod, is_head=True) if pod is head else _with_its_head(pod, head)
         for pod in pods
-        if pod is head or pod.role is not Role.DRIVER or pod.orphan or pod.deleting
+        if pod.role is not Role.DRIVER or pod is head or pod.orphan or pod.deleting
     ]
 
 

@@ -320,7 +320,8 @@ class Observer:
         """
         if any(pod.passing for pod in pods):
             pods = tuple(self._with_passing(pod) for pod in pods)
-        stuck = {pod.role: pod for pod in reversed(pods) if self._is_stuck(pod)}
+        preparing = [pod for pod in pods if pod.preparing_since is not None]
+        stuck = {pod.role: pod for pod in reversed(preparing) if self._is_stuck(pod)}
         if not stuck:
             return pods
         problems = await asyncio.gather(
