@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -272,3 +273,11 @@ async def test_a_run_that_is_made_again_under_its_name_leaves_no_unreachable_hea
 
 def unreachable_heads() -> float | None:
     return REGISTRY.get_sample_value("agenticrun_operator_unreachable_heads")
+
+
+def test_the_operator_may_open_as_many_connections_as_the_container_allows() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    runtime.allow_many_connections()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    assert REGISTRY.get_sample_value("process_max_fds") == hard
