@@ -163,6 +163,7 @@ _ESCAPE_SEQUENCE = re.compile(
     "(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, cursor movements
     "|\x1b\\][^\x07\x1b\n]*(?:\x07|\x1b\\\\)"  # titles, links, the clipboard
 )
+_SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufffe\uffff]")
 
 
@@ -178,12 +179,17 @@ def clean_text(text: str) -> str:
 
     Returns:
         The text with `\udce9` for a lone surrogate and `\N{REPLACEMENT CHARACTER}` for a control
-        character. Line breaks are newlines, newline and tab stay, and escape sequences of terminals
-        are left out.
+        character. A pair of surrogates is the character that it makes. Line breaks are newlines,
+        newline and tab stay, and escape sequences of terminals are left out.
     """
     text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = _SURROGATE_PAIR.sub(_joined, text)
     text = _ESCAPE_SEQUENCE.sub("", text.encode(errors="backslashreplace").decode())
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _joined(pair: re.Match[str]) -> str:
+    return pair[0].encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def one_line(text: str, limit: int) -> str:

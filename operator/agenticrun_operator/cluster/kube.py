@@ -22,6 +22,7 @@ import aiohttp
 from kubernetes.aio import client, config
 
 from agenticrun_api import AgenticRunStatus
+from agenticrun_api.base import clean_text
 from agenticrun_api.names import API_VERSION, GROUP, KIND, LABEL_RUN, PLURAL, VERSION
 from agenticrun_operator.errors import (
     AlreadyExists,
@@ -547,7 +548,7 @@ other types than in the CRD."""
 
 def _error(status: int, answer: Any, request: str) -> ClusterError:
     details = answer if isinstance(answer, dict) else {}
-    message = str(details.get("message") or f"{request}: status {status}")
+    message = clean_text(str(details.get("message") or f"{request}: status {status}"))
     subject = details.get("details") or {}
     if _BY_POLICY.search(message):
         return Denied(message)

@@ -131,7 +131,7 @@ def test_progress_that_is_out_of_bounds_is_refused(change: dict[str, Any], path:
         ("one\n\ttwo", "one\n\ttwo"),
         ("one\r\ntwo\rthree", "one\ntwo\nthree"),
         ("/data/n\udce9", "/data/n\\udce9"),
-        ("\ud83e\udd17", "\\ud83e\\udd17"),
+        ("\ud83e\udd17 \udd17\ud83e", "\U0001f917 \\udd17\\ud83e"),
         ("a\x00b\x07c\x7fd\x85e\ufeff\ufffe", "a\ufffdb\ufffdc\ufffdd\ufffde\ufffd\ufffd"),
         ("\x1b[1;31mred\x1b[0m \x9b2Jgone", "red gone"),
         ("\x1b]0;title\x07a\x1b]52;c;cm0gLXJm\x1b\\b", "ab"),

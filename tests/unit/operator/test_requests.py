@@ -222,3 +222,13 @@ async def test_a_413_of_a_proxy_is_too_large_as_well(
     apiserver.answer = 413, None  # a page of the proxy's
     with pytest.raises(TooLarge):
         await kube.create(CLUSTER)
+
+
+async def test_the_words_of_a_webhook_stay_whole_and_act_on_no_terminal(
+    apiserver: SlowApiserver, kube: KubeClient
+) -> None:
+    words = 'admission webhook "w" denied the request: '
+    apiserver.answer = answer(403, f"{words}🚫 \x1b[31mnot\x00 today 你好 \ud83e")
+    with pytest.raises(Denied) as raised:
+        await kube.create(CLUSTER)
+    assert str(raised.value) == f"{words}🚫 not\ufffd today 你好 \\ud83e"
