@@ -35,12 +35,16 @@ from agenticrun_operator.observed import (
 )
 from agenticrun_operator.planning.times import backoff_seconds, parse_time
 from agenticrun_operator.resources import (
+    CLAIM_KIND,
     LABEL_CLUSTER,
     Child,
     Manifest,
     OperatorKey,
+    claim_name,
     code_config_map,
     controller_uid,
+    created_claim,
+    is_deleting,
     is_own,
     key_id_of,
     mounted_names,
@@ -152,6 +156,7 @@ class Observer:
             fresh: True to read everything from the apiserver, False to ask the watches first.
         """
         namespace, name = run.key
+        asked = fresh
         watched_pods = None if fresh else self._watched.pods.of_run(run.key)
         clusters = None if fresh else self._watched.clusters.of_run(run.key)
         # One that the watch does not know may exist: someone else's has no label of ours.
@@ -183,9 +188,29 @@ class Observer:
                     missing_code = code.name
                 if claim := users_claim_of(run):
                     users_claim = await self._kube.get(claim.kind, namespace, claim.name)
+        if not run.status.phase.finished and Child(CLAIM_KIND, claim_name(run)) not in children:
+            children |= await self._lost_claim(run, fresh=asked)
         children[Child("RayCluster", name)] = cluster
         own = self._own_pods(run, pods, cluster, cluster_known=not kuberay_missing)
         return ObservedObjects(children, own, missing_code, users_claim, kuberay_missing, fresh)
+
+    async def _lost_claim(self, run: AgenticRun, *, fresh: bool) -> dict[Child, Manifest | None]:
+        """Return the claim of the run's checkpoints if it was deleted or is being deleted."""
+        claim = Child(CLAIM_KIND, claim_name(run))
+        if run.status.volume_claim != claim.name or created_claim(run) is None:
+            return {}
+        if fresh:
+            found = await self._kube.get(CLAIM_KIND, run.metadata.namespace, claim.name)
+            return {claim: found} if found is None or is_deleting(found) else {}
+        watched = self._watched.claims.of_run(run.key)
+        if watched is None:
+            return {}
+        deleting = dict(watched).get(claim.name)
+        if deleting is None:
+            return {claim: None}
+        # Only that it goes matters: what acts on it reads the whole claim.
+        metadata = {"name": claim.name, "deletionTimestamp": "unknown"}
+        return {claim: {"kind": CLAIM_KIND, "metadata": metadata, "spec": {}}} if deleting else {}
 
     async def _list_pods(
         self, run: AgenticRun, known: tuple[LabelledPod, ...] | None

@@ -33,6 +33,7 @@ from agenticrun_operator.metrics import (
 from agenticrun_operator.operator_key import wait_for_key
 from agenticrun_operator.reconcile_workers import ReconcileWorkers, resync
 from agenticrun_operator.reconciler import Reconciler
+from agenticrun_operator.resources import CLAIM_KIND
 from agenticrun_operator.run_metrics import run_registry
 from agenticrun_operator.settings import HeadAccess, Settings
 from agenticrun_operator.slow_writes import SlowWrites
@@ -130,6 +131,7 @@ class OperatorRuntime:
             Watch(self._kube, KIND, namespace, None, self._watched.runs),
             Watch(self._kube, "RayCluster", namespace, LABEL_RUN, self._watched.clusters),
             Watch(self._kube, "Pod", namespace, LABEL_RUN, self._watched.pods),
+            Watch(self._kube, CLAIM_KIND, namespace, LABEL_RUN, self._watched.claims),
         )
 
     async def stop(self) -> None:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from agenticrun_api.names import LABEL_RUN
 from agenticrun_operator.observed import read_labelled_pod
-from agenticrun_operator.resources import Manifest
+from agenticrun_operator.resources import Manifest, is_deleting
 from agenticrun_operator.workqueue import Key
 
 T = TypeVar("T")
@@ -127,6 +127,10 @@ class WatchedObjects:
         self.runs: WatchCache[None] = WatchCache(_name, lambda _: None, run_changed)
         self.clusters = WatchCache(_labelled_run, cluster_summary, child_changed)
         self.pods = WatchCache(_labelled_run, read_labelled_pod, child_changed)
+        self.claims: WatchCache[tuple[str, bool]] = WatchCache(
+            _labelled_run, lambda claim: (_name(claim)[1], is_deleting(claim)), child_changed
+        )
+        """Name of each volume claim, and True if it is being deleted."""
 
     def version(self, run: Key) -> str | None:
         """Return the newest resourceVersion of a run; None if it is not known."""

@@ -248,6 +248,7 @@ class World:
             (KIND, self.watched.runs, items),
             ("RayCluster", self.watched.clusters, of_runs),
             ("Pod", self.watched.pods, of_runs),
+            ("PersistentVolumeClaim", self.watched.claims, of_runs),
         ):
             cache.listed(None, [item for item in found if item["kind"] == kind])
         if self.kuberay_missing:

@@ -66,7 +66,7 @@ version of the last bookmark, so that nothing is missed or listed again."""
 WATCH_GRACE_SECONDS = 2.0
 WATCHES_PER_SECOND = 10.0
 """With many namespaces, watches live longer, so that no more than this number begins per second."""
-KINDS_WATCHED = 3
+KINDS_WATCHED = 4
 MAX_LINE_BYTES = 2**21
 """Longest event of a watch. etcd holds no larger objects."""
 PAGE = 500

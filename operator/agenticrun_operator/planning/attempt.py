@@ -27,8 +27,9 @@ from agenticrun_api import (
     Role,
 )
 from agenticrun_api.names import ExitCode
+from agenticrun_api.roles import SAVES
 from agenticrun_api.status import JobStatus, RayClusterStatus
-from agenticrun_operator.observed import Job, NoJob, Problem, Unreachable
+from agenticrun_operator.observed import Job, NoJob, Pod, Problem, Unreachable
 from agenticrun_operator.planning import pods
 from agenticrun_operator.planning.children import delete_cluster
 from agenticrun_operator.planning.result import (
@@ -482,9 +483,7 @@ def begin(state: State) -> Result:
         return trouble
     if previous and (open_ := _end_previous(state, previous)):
         return open_
-    others = (pod for pod in state.observed.pods if pod.role is Role.DRIVER and pod.uid != head.uid)
-    if other := next((pod for pod in others if pods.may_run(pod, state.now)), None):
-        # Its driver may still write checkpoints.
+    if other := next((pod for pod in state.observed.pods if _is_in_the_way(state, pod)), None):
         return _waits(f"waiting until pod {other.name} of the last attempt is deleted")
     if previous:
         for pod in state.pods:
@@ -510,6 +509,17 @@ def begin(state: State) -> Result:
         job=_submission(state.run, job),
         look_after=POLL_SECONDS,
     )
+
+
+def _is_in_the_way(state: State, pod: Pod) -> bool:
+    """Return True if no attempt may begin while this pod runs.
+
+    The driver of another head may still write checkpoints. A pod that saves and is leaving would
+    ask the new attempt to stop, too.
+    """
+    another_head = pod.role is Role.DRIVER and pod is not state.head
+    leaving = pod.role in SAVES and pod.deleting
+    return (another_head or leaving) and pods.may_run(pod, state.now)
 
 
 def submission_id(run: AgenticRun, attempt: int) -> str:

@@ -21,6 +21,7 @@ from agenticrun_api import (
     Reason,
     Role,
 )
+from agenticrun_api.roles import SAVES
 from agenticrun_api.status import JobStatus, PodsStatus, StopCause, StopStatus
 from agenticrun_operator.errors import ClusterError, RightMissing
 from agenticrun_operator.observed import (
@@ -50,8 +51,6 @@ REPEAT_SECONDS = 30.0
 SILENT_SECONDS = 7.0
 """Time without a snapshot after which the driver is said to be silent. It posts every second. With
 a poll every 3 s at most, the status shows it within 10 s."""
-_SAVERS = frozenset({Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC})
-"""Roles without one of whose pods an attempt ends."""
 
 
 @dataclass(frozen=True)
@@ -501,7 +500,7 @@ def _disruption(state: State) -> str:
 
 def _taken(state: State, pod: Pod) -> str:
     """Return what the platform does to a pod without which the attempt ends; empty: nothing."""
-    if pod.role not in _SAVERS or pod.uid in state.observed.deletions:
+    if pod.role not in SAVES or pod.uid in state.observed.deletions:
         return ""
     what = f"{pod.role.value} pod {pod.name}"
     if pod.disruption:
@@ -521,7 +520,7 @@ def _replaced(state: State) -> str:
         return f"the head pod was replaced by {state.head.name}"
     began = state.observed.job.start_time if isinstance(state.observed.job, Job) else None
     for pod in state.pods:
-        if began is None or pod.role not in _SAVERS - {Role.DRIVER} or not pod.created_at:
+        if began is None or pod.role not in SAVES - {Role.DRIVER} or not pod.created_at:
             continue
         if parse_time(pod.created_at).timestamp() > began + 1:
             return f"a {pod.role.value} pod was replaced by {pod.name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -160,3 +161,55 @@ async def test_a_driver_that_hangs_after_its_final_report_is_stopped_in_a_cluste
     assert job.status == "STOPPED"
     assert phase(world) is Phase.SUCCEEDED
     assert ("RayCluster", NAME) in world.objects
+
+
+async def test_a_claim_that_is_deleted_while_the_run_trains_is_reported_at_once(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, saved=1)
+    world.delete_claim()
+    world.drive(1)
+    await operator.reconcile()
+    lost = condition(world, ConditionType.CLUSTER_PROVISIONED)
+    assert (lost.status, lost.reason) == ("False", "CheckpointsLost")
+    assert "Copy them now" in (world.status.message or "")
+    assert [event.type for event in world.events if event.reason == "CheckpointsLost"] == [
+        "Warning"
+    ]
+    assert phase(world) is Phase.RUNNING
+    assert world.live_jobs()
+
+
+@pytest.mark.parametrize("change", [("suspend", True), ("roles", {"env": {"replicas": 3}})])
+async def test_pods_that_are_the_last_way_to_the_checkpoints_are_not_ended(
+    world: World, operator: Operator, change: tuple[str, Any]
+) -> None:
+    await training(operator, saved=1)
+    world.delete_claim()
+    world.change_run(change)
+    for _ in range(20):
+        world.drive(2)
+        await operator.settle(2)
+        world.now += timedelta(seconds=30)
+    assert world.stop_requests == 0
+    assert world.pods()
+    assert phase(world) is Phase.RUNNING
+    if change[0] == "suspend":
+        refused = condition(world, ConditionType.SUSPENDED)
+        assert (refused.status, refused.reason) == ("False", "CheckpointsLost")
+        assert "keeps its pods" in (world.status.message or "")
+
+
+async def test_a_suspended_run_says_that_its_claim_was_deleted(
+    world: World, operator: Operator
+) -> None:
+    await training(operator, saved=1)
+    world.change_run(("suspend", True))
+    await operator.settle(2)
+    world.end_driver(Outcome.STOPPED)
+    await operator.settle(3)
+    assert phase(world) is Phase.SUSPENDED
+    world.delete_claim()
+    world.now += timedelta(seconds=10)
+    await operator.settle(2)
+    assert "lake-checkpoints was deleted" in (world.status.message or "")

@@ -1,4 +1,4 @@
-"""What the platform does to a run's pods is no failure of the run, and loses no place in a queue."""
+"""A disruption by the platform is no failure of the run, and loses no place in a queue."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ async def pass_time(operator: Operator, seconds: int, step: int = 5) -> None:
         operator.world.now += timedelta(seconds=step)
 
 
+def phase_of(world: World) -> Phase:
+    return world.status.phase
+
+
 def counts(world: World) -> tuple[int, int, int]:
     """Return disruptions, restarts, and failures without progress."""
     status = world.status
@@ -58,7 +62,7 @@ async def test_drains_without_a_step_between_them_never_end_a_run() -> None:
         world.drive(0)
         await operator.settle(2)
         assert counts(world) == (drained, 0, 0)
-    assert world.status.phase is Phase.RUNNING
+    assert phase_of(world) is Phase.RUNNING
     assert [event.type for event in world.events if event.reason == "Disrupted"] == ["Normal"] * 8
 
 
@@ -71,7 +75,7 @@ async def test_a_run_may_limit_its_disruptions() -> None:
         await pass_time(operator, 60)
         world.drive(1)
         await operator.settle(1)
-    assert world.status.phase is Phase.FAILED
+    assert phase_of(world) is Phase.FAILED
     failed = condition(world, ConditionType.FAILED)
     assert failed.reason == "DisruptionsExhausted"
     assert "failurePolicy.maxDisruptions" in failed.message
@@ -86,7 +90,7 @@ async def test_an_evicted_pod_is_named_with_the_cause(role: Role) -> None:
     pod["status"]["conditions"].append(TARGET)
     world._mark_deleted(pod)
     await operator.reconcile()
-    assert world.status.phase is Phase.RUNNING, "the driver saves"
+    assert phase_of(world) is Phase.RUNNING, "the driver saves"
     world.end_driver(Outcome.STOPPED)
     await operator.reconcile()
     world.delete_pod(role)
@@ -192,7 +196,7 @@ async def test_a_run_in_a_queue_keeps_its_place_and_says_that_it_waits() -> None
     suspend_cluster(world)
     await wait_suspended(operator, 3 * 3600)
     assert world.objects["RayCluster", NAME]["metadata"]["uid"] == uid
-    assert world.status.phase is Phase.SUSPENDED
+    assert phase_of(world) is Phase.SUSPENDED
     held = condition(world, ConditionType.SUSPENDED)
     assert (held.status, held.reason) == ("True", "ClusterSuspended")
     assert "another controller has suspended RayCluster lake" in (world.status.message or "")
@@ -202,7 +206,7 @@ async def test_a_run_in_a_queue_keeps_its_place_and_says_that_it_waits() -> None
     world.objects["RayCluster", NAME]["spec"]["suspend"] = False
     await operator.settle()
     assert [job.attempt for job in world.jobs] == [1]
-    assert world.status.phase is not Phase.SUSPENDED
+    assert phase_of(world) is not Phase.SUSPENDED
     assert counts(world) == (0, 0, 0)
 
 
@@ -215,13 +219,13 @@ async def test_a_preemption_by_a_queue_is_no_failure_and_the_run_resumes_when_it
     for preempted in range(1, 6):
         suspend_cluster(world)
         await wait_suspended(operator, 600)
-        assert world.status.phase is Phase.SUSPENDED
+        assert phase_of(world) is Phase.SUSPENDED
         assert "resumes from the checkpoint of step 0" in (world.status.message or "")
         world.objects["RayCluster", NAME]["spec"]["suspend"] = False
         await pass_time(operator, 60)
         world.drive(0)
         await operator.settle(2)
-        assert world.status.phase is Phase.RUNNING
+        assert phase_of(world) is Phase.RUNNING
         assert counts(world) == (preempted, 0, 0)
     assert [job.attempt for job in world.jobs] == [1, 2, 3, 4, 5, 6]
 
@@ -233,11 +237,11 @@ async def test_the_driver_of_a_suspended_cluster_is_asked_to_stop_while_its_head
     world.objects["RayCluster", NAME]["spec"]["suspend"] = True
     await operator.reconcile()
     assert world.stop_requests == 1
-    assert world.status.phase is Phase.SUSPENDING
+    assert phase_of(world) is Phase.SUSPENDING
     world.end_driver(Outcome.STOPPED)
     suspend_cluster(world)
     await wait_suspended(operator, 30)
-    assert world.status.phase is Phase.SUSPENDED
+    assert phase_of(world) is Phase.SUSPENDED
 
 
 async def test_the_user_may_suspend_a_run_whose_cluster_is_suspended() -> None:
@@ -262,9 +266,9 @@ class OneEnvShort(World):
 
     def _cannot_be_placed(self, pod: Manifest, placed: int) -> str | None:
         placed_env = sum("nodeName" in item["spec"] for item in self.pods(Role.ENV))
-        if self.short and pod["metadata"]["labels"]["agenticrun.dev/role"] == "env":
-            if placed_env >= 3:
-                return "0/40 nodes are available: 40 Insufficient cpu."
+        is_env = pod["metadata"]["labels"]["agenticrun.dev/role"] == "env"
+        if self.short and is_env and placed_env >= 3:
+            return "0/40 nodes are available: 40 Insufficient cpu."
         return super()._cannot_be_placed(pod, placed)
 
 
@@ -323,7 +327,7 @@ async def test_an_end_that_someone_else_wrote_is_repaired(phase: str) -> None:
     assert world.live_jobs()
     world.end_driver(Outcome.SUCCEEDED)
     await operator.settle(3)
-    assert world.status.phase is Phase.SUCCEEDED
+    assert phase_of(world) is Phase.SUCCEEDED
     assert ("RayCluster", NAME) not in world.objects
 
 
