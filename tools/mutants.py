@@ -290,9 +290,9 @@ MUTANTS = (
     ),
     Mutant(
         "operator/suspension-without-grace",
-        f"{OPERATOR}/planning/attempts.py",
-        "if force and stopping.is_out_of_time(draft, observed, progress, since):",
-        "if force:",
+        f"{OPERATOR}/planning/stopping.py",
+        "if _is_given_up(state, cause):",
+        "if True:",
         ("tests/unit/operator/test_suspension.py",),
     ),
     Mutant(
@@ -342,8 +342,8 @@ MUTANTS = (
     ),
     Mutant(
         "operator/someone-elses-object",
-        f"{OPERATOR}/planning/obstacles.py",
-        "if not is_retained(run, manifest) and controller_uid(manifest) != run.metadata.uid:",
+        f"{OPERATOR}/planning/children.py",
+        "if not is_retained(state.run, manifest) and (",
         "if False:",
         ("tests/unit/operator/test_life_of_a_run.py",),
     ),
