@@ -173,7 +173,12 @@ class Applier:
             namespace, child = document["metadata"]["namespace"], delete.child
             try:
                 await self._kube.delete(
-                    child.kind, namespace, child.name, delete.uid, force=delete.force
+                    child.kind,
+                    namespace,
+                    child.name,
+                    delete.uid,
+                    force=delete.force,
+                    propagation="Foreground" if delete.foreground else "Background",
                 )
             except Denied as error:  # an older chart does not let the operator delete pods
                 log.warning("cannot delete %s %s: %s", child.kind, child.name, error)

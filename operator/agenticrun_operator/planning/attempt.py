@@ -571,9 +571,10 @@ def end(state: State, over: Over, wait: float = 0.0) -> Result:
 
 
 def log_tail(state: State) -> Result:
-    """Keep the end of the driver's log, which goes with the pods."""
+    """Keep the end of the driver's log, which goes with the pods, unless the user forbids it."""
     seen = state.observed.job
-    if not isinstance(seen, Job) or not seen.log_tail:
+    wanted = state.run.spec.failure_policy.keep_log_tail
+    if not wanted or not isinstance(seen, Job) or not seen.log_tail:
         return Result()
     return Result(fields={"log_tail": seen.log_tail[-MAX_TEXT:]})
 

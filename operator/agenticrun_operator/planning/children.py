@@ -117,21 +117,27 @@ def find_obstacle(state: State) -> Obstacle | None:
         return Obstacle(Reason.NO_ENGINE_IMAGE, message)
     if observed.kuberay_missing:
         return KUBERAY_MISSING
-    if deleted := _deleted_claim(state):
-        return deleted
-    if found := _objects_in_the_way(state):
-        return found
-    claim = observed.children.get(Child(CLAIM_KIND, claim_name(run)))
-    if claim and (found := _in_claim(state, claim)):
-        return found
-    for pod in observed.pods:
-        # A started run waited for such pods before; what appears later must not hold it.
-        if pod.run_uid != run.metadata.uid and run.status.job is None:
-            return Obstacle(
-                Reason.WAITING_FOR_PREVIOUS_RUN,
-                f"waiting until pod {pod.name} of an earlier run is deleted",
-            )
-    return None
+    return (
+        _deleted_claim(state)
+        or _objects_in_the_way(state)
+        or _unusable_claim(state)
+        or _earlier_pod(state)
+    )
+
+
+def _earlier_pod(state: State) -> Obstacle | None:
+    """Return the obstacle of a pod of an earlier run.
+
+    A started run waited for such pods before; what appears later must not hold it.
+    """
+    if state.status.job:
+        return None
+    uid = state.run.metadata.uid
+    pod = next((pod for pod in state.observed.pods if pod.run_uid != uid), None)
+    if pod is None:
+        return None
+    message = f"waiting until pod {pod.name} of an earlier run is deleted"
+    return Obstacle(Reason.WAITING_FOR_PREVIOUS_RUN, message)
 
 
 def _objects_in_the_way(state: State) -> Obstacle | None:
@@ -179,11 +185,14 @@ def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
     )
 
 
-def _in_claim(state: State, manifest: Manifest) -> Obstacle | None:
-    if why := unsuitable(state.run, manifest):
-        return Obstacle(Reason.CLAIM_UNSUITABLE, why)
+def _unusable_claim(state: State) -> Obstacle | None:
+    """Return the obstacle of a claim that not all pods can mount, or that gets no volume."""
+    made = state.observed.children.get(Child(CLAIM_KIND, claim_name(state.run)))
+    for claim in filter(None, (made, state.observed.users_claim)):
+        if why := unsuitable(state.run, claim):
+            return Obstacle(Reason.CLAIM_UNSUITABLE, why)
     problems = [pod.problem.message for pod in state.observed.pods if pod.problem]
-    if why := unbound(manifest, problems, state.now):
+    if made and (why := unbound(made, problems, state.now)):
         return Obstacle(Reason.CLAIM_PENDING, why)
     return None
 
@@ -315,7 +324,8 @@ def provision(state: State) -> Result:
     if _needs_tokens(state):
         result |= Result(tokens=tokens_secret(run, state.key))
     if any(found is None for found in children.values()):
-        desired = desired_children(run, state.images, tokens_name(run, state.key.id))
+        tokens = tokens_name(run, state.key.id)
+        desired = desired_children(run, state.images, tokens, state.observed.users_claim)
         missing = {child for child, found in children.items() if found is None}
         create = tuple(manifest for manifest in desired if Child.of(manifest) in missing)
         result |= Result(create=create)
@@ -466,7 +476,14 @@ def delete_cluster(state: State, why: str = "") -> Result:
         return Result(look_after=wait)
     first = (warning(Reason.CLUSTER_LOST, why),) if why and asked is None else ()
     return Result(
-        delete=(Delete(Child("RayCluster", state.name), uid),),
+        # A deleted run that a finalizer holds is gone only when its pods are.
+        delete=(
+            Delete(
+                Child("RayCluster", state.name),
+                uid,
+                foreground=bool(state.run.metadata.deletion_timestamp),
+            ),
+        ),
         events=first,
         look_after=DELETED_SECONDS,
     )

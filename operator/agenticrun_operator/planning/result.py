@@ -64,6 +64,8 @@ class Delete:
     uid: str
     force: bool = False
     """Remove a pod at once, without the word of its kubelet."""
+    foreground: bool = False
+    """Keep the object until its own children are gone."""
 
 
 @dataclass(frozen=True)

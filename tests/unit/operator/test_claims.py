@@ -277,3 +277,27 @@ async def test_a_claim_of_the_users_is_read_and_never_written() -> None:
         objects = await observer.read_objects(parse_served(world.run), fresh=True)
         assert objects.users_claim == stored
         assert all(child.kind != CLAIM_KIND for child in objects.children)
+
+
+@pytest.mark.parametrize(
+    ("mode", "refused", "bound"),
+    [
+        ("ReadWriteOncePod", True, None),
+        ("ReadWriteOnce", False, True),
+        ("ReadWriteMany", False, False),
+    ],
+)
+async def test_the_access_mode_of_the_users_claim_decides_where_pods_go(
+    mode: str, refused: bool, bound: bool | None
+) -> None:
+    world = World()
+    metadata = {"name": "data", "namespace": "team", "uid": "u", "resourceVersion": "1"}
+    spec = {"accessModes": [mode]}
+    world.objects[CLAIM_KIND, "data"] = {"kind": CLAIM_KIND, "metadata": metadata, "spec": spec}
+    await a_run(world, {"claimName": "data"})
+    cluster = world.objects.get(("RayCluster", NAME))
+    assert (provisioned(world)[0] == "ClaimUnsuitable") is refused
+    assert (cluster is None) is refused
+    if cluster:
+        head = cluster["spec"]["headGroupSpec"]["template"]["spec"]
+        assert ("affinity" in head) is bound

@@ -1416,3 +1416,14 @@ async def test_a_run_that_failed_by_its_report_keeps_the_log_of_the_driver(
     await operator.settle(3)
     assert world.status.log_tail == "the last line"
     assert ("RayCluster", NAME) not in world.objects
+
+
+async def test_the_end_of_the_log_is_not_kept_where_the_run_forbids_it() -> None:
+    world = World()
+    world.apply_run(("spec.failurePolicy", {"keepLogTail": False}))
+    operator = Operator(world)
+    await training(operator)
+    world.end_driver(None)
+    await operator.settle(3)
+    assert phase(world) is Phase.RESTARTING
+    assert world.status.log_tail is None
