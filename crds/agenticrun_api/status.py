@@ -113,6 +113,7 @@ class Reason(StrEnum):
     CONTAINER_NOT_READY = "ContainerNotReady"
     CODE_UNAVAILABLE = "CodeUnavailable"
     CODE_DIFFERS = "CodeDiffers"
+    LABELS_MISSING = "LabelsMissing"
     NODE_LOST = "NodeLost"
     STARTUP_DEADLINE_EXCEEDED = "StartupDeadlineExceeded"
     SUBMITTING = "Submitting"

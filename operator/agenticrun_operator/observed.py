@@ -290,6 +290,8 @@ class Observed:
     """The last action on the job that this operator carried out, and when."""
     deletions: Mapping[str, datetime] = field(default_factory=dict)
     """When this operator last asked to delete an object, by uid."""
+    cluster_changed_at: datetime | None = None
+    """When this operator last changed the RayCluster."""
     scaling_refusal: tuple[ClusterError, datetime] | None = None
     """Why and when the apiserver refused to give the RayCluster the replicas of this spec."""
     end_time: str | None = None

@@ -94,6 +94,8 @@ class RunCache:
     """The last action on the job that was carried out, and when."""
     deletions: Mapping[str, datetime] = field(default_factory=dict)
     """When an object was last asked to be deleted, by uid."""
+    cluster_changed_at: datetime | None = None
+    """When this operator last changed the RayCluster."""
     scaling_refusal: tuple[int, ClusterError, datetime] | None = None
     """Generation of the run, and why and when the apiserver refused to change its RayCluster."""
     ended: tuple[str, str] | None = None
@@ -384,6 +386,8 @@ class Reconciler:
             plan_ = plan(run, observed, self._clock(), self._images, self._key, error)
         try:
             await self._applier.change_cluster(run, plan_)
+            if plan_.cluster:
+                cached = replace(cached, cluster_changed_at=self._clock())
         except (Refused, TooLarge, Denied, WebhookUnavailable, KubeUnavailable) as error:
             log.warning("%s: the RayCluster cannot be changed: %s", "/".join(key), error)
             if not isinstance(error, Unanswered):  # else the change is under way
@@ -484,6 +488,7 @@ class Reconciler:
             tokens_sent_at=cached.tokens_sent_at,
             last_action=cached.last_action,
             deletions=cached.deletions,
+            cluster_changed_at=cached.cluster_changed_at,
             scaling_refusal=refusal and refusal[1:],
             end_time=end_time,
         )

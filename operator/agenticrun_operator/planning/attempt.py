@@ -490,6 +490,7 @@ def begin(state: State) -> Result:
             if pods.joined_earlier_head(pod, head, state.now):
                 return _waits(f"waiting until pod {pod.name} joins the new head")
     attempt = previous.attempt + 1 if previous else 1
+    uid = state.cluster["metadata"]["uid"] if state.cluster else ""
     job = JobStatus(
         attempt=attempt,
         submission_id=submission_id(state.run, attempt),
@@ -501,7 +502,7 @@ def begin(state: State) -> Result:
     return Result(
         fields={
             "job": job,
-            "ray_cluster": RayClusterStatus(name=state.name),
+            "ray_cluster": RayClusterStatus(name=state.name, uid=uid),
             "next_retry_time": None,
             "startup_timeouts": 0,
         },

@@ -27,12 +27,13 @@ from agenticrun_operator.resources import (
     Manifest,
     checkpoint_claim_name,
     claim_name,
-    controller_uid,
     desired_children,
     is_deleting,
+    is_own,
     is_retained,
     key_id_of,
     made_by,
+    repaired,
     rescaled,
     storage_of,
     tokens_name,
@@ -151,9 +152,7 @@ def _objects_in_the_way(state: State) -> Obstacle | None:
         waits = _waits_for(state.run, child, manifest)
         if waits:
             return Obstacle(Reason.WAITING_FOR_PREVIOUS_RUN, waits)
-        if not is_retained(state.run, manifest) and (
-            controller_uid(manifest) != state.run.metadata.uid
-        ):
+        if not is_retained(state.run, manifest) and not is_own(state.run, manifest):
             foreign.append(f"{child.kind} {child.name}")
     if not foreign:
         return None
@@ -456,6 +455,30 @@ def _surplus(state: State, role: Role, wanted: int, pool: PoolStatus) -> list[st
     return [pod.name for pod in emptied[: max(0, len(pods) - wanted)]]
 
 
+# -- what others changed ---------------------------------------------------------------------------
+
+
+def repair(state: State) -> Result:
+    """Put back what someone else has changed in the RayCluster, and name the client in an event.
+
+    A client that keeps changing it is answered every half minute only.
+    """
+    cluster = state.cluster
+    if cluster is None or is_deleting(cluster) or state.scaling_error:
+        return Result()
+    edits = state.observed.edits(state.run)
+    edit = next((edit for edit in edits if edit.object.kind == "RayCluster"), None)
+    if edit is None:
+        return Result()
+    wait = state.wait_to_repeat(state.observed.cluster_changed_at)
+    if wait > 0:
+        return Result(look_after=wait)
+    return Result(
+        cluster=repaired(state.run, cluster),
+        events=(warning(Reason.CLUSTER_REPAIRED, f"{edit}. The operator puts it back"),),
+    )
+
+
 # -- deletion --------------------------------------------------------------------------------------
 
 
@@ -475,15 +498,10 @@ def delete_cluster(state: State, why: str = "") -> Result:
     if wait > 0:
         return Result(look_after=wait)
     first = (warning(Reason.CLUSTER_LOST, why),) if why and asked is None else ()
+    is_run_deleted = state.run.metadata.deletion_timestamp is not None
     return Result(
         # A deleted run that a finalizer holds is gone only when its pods are.
-        delete=(
-            Delete(
-                Child("RayCluster", state.name),
-                uid,
-                foreground=bool(state.run.metadata.deletion_timestamp),
-            ),
-        ),
+        delete=(Delete(Child("RayCluster", state.name), uid, foreground=is_run_deleted),),
         events=first,
         look_after=DELETED_SECONDS,
     )

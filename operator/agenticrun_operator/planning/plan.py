@@ -18,6 +18,7 @@ from agenticrun_operator.planning.children import (
     find_obstacle,
     provision,
     remove_stuck,
+    repair,
     report_obstacle,
     scale,
 )
@@ -164,7 +165,7 @@ def _run(state: State, rescaling: Rescaling) -> Result:
         case Continues(continued):
             result |= continued
             if obstacle is None:
-                result |= scale(state, rescaling)
+                result |= repair(state) | scale(state, rescaling)
         case over:
             result |= conclude(state, over)
             if "completion_time" in result.fields:
@@ -180,7 +181,7 @@ def _start(state: State) -> Result:
         return fail(state, obstacle.reason, obstacle.message)
     result = _next_deadline(state)
     if obstacle is None:
-        result |= provision(state)
+        result |= provision(state) | repair(state)
         state = state.with_fields(dict(result.fields))
     if obstacle is None or state.status.job or state.cluster:
         result |= _report_pods(state)
@@ -215,14 +216,12 @@ def _report_pods(state: State) -> Result:
     starting = state.status.phase is Phase.STARTING
     if problem is None:
         number = sum(item.desired for item in roles.statuses)
-        ready = Said(
-            "True",
-            Reason.CODE_DIFFERS if roles.warning else Reason.PODS_READY,
-            roles.warning,
-            event="Warning" if roles.warning else "Normal",
-            event_text=roles.warning or f"all {number} pods are ready",
-            each_message=True,
-        )
+        ready = Said("True", Reason.PODS_READY, "", "Normal", f"all {number} pods are ready")
+        edited = (edit for edit in state.observed.edits(state.run) if edit.object.kind == "Pod")
+        if roles.warning:
+            ready = Said("True", Reason.CODE_DIFFERS, roles.warning, "Warning", each_message=True)
+        elif edit := next(edited, None):
+            ready = Said("True", Reason.LABELS_MISSING, str(edit), "Warning", each_message=True)
         result = Result(fields=fields, conditions={ConditionType.ROLES_READY: ready})
         return result | Result(fields={"message": None} if starting else {})
     said = Said(

@@ -351,3 +351,65 @@ async def test_words_that_change_each_second_are_not_written_each_second() -> No
     assert world.status_writes - writes <= 8
     assert len(world.events) - events <= 1
     assert "Insufficient nvidia.com/gpu" in (world.status.message or "")
+
+
+@pytest.mark.parametrize(("role", "number"), [("env", 3), ("trainer", 0)])
+async def test_a_raycluster_that_someone_edits_is_put_back_and_the_client_named(
+    role: str, number: int
+) -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    cluster = world.objects["RayCluster", NAME]
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        if group["groupName"] == role:
+            group |= {"replicas": number, "minReplicas": number, "maxReplicas": number}
+    await operator.settle(3)
+    groups = world.objects["RayCluster", NAME]["spec"]["workerGroupSpecs"]
+    assert {group["replicas"] for group in groups} == {1}
+    (event,) = [event for event in world.events if event.reason == "ClusterRepaired"]
+    assert f"replicas of worker group {role} is {number} instead of 1" in event.message
+    assert "The operator puts it back" in event.message
+
+
+async def test_a_client_that_keeps_editing_the_raycluster_is_answered_every_half_minute() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    for _ in range(60):
+        world.objects["RayCluster", NAME]["spec"]["workerGroupSpecs"][-1]["maxReplicas"] = 9
+        await operator.settle(1)
+    assert 2 <= happened(world).count("ClusterRepaired") <= 3
+
+
+async def test_a_raycluster_without_its_owner_gets_it_back_and_trains_on() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    del world.objects["RayCluster", NAME]["metadata"]["ownerReferences"]
+    world.objects["RayCluster", NAME]["metadata"]["resourceVersion"] = "edited"
+    await operator.settle(3)
+    owners = world.objects["RayCluster", NAME]["metadata"]["ownerReferences"]
+    assert owners[0]["uid"] == world.run["metadata"]["uid"]
+    assert phase_of(world) is Phase.RUNNING
+    assert [job.attempt for job in world.jobs] == [1]
+    assert "NameConflict" not in happened(world)
+
+
+async def test_a_head_without_its_label_is_no_lost_head() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    (head,) = world.pods(Role.DRIVER)
+    del head["metadata"]["labels"]["agenticrun.dev/run"]
+    head["metadata"]["resourceVersion"] = "edited"
+    world.objects["RayCluster", NAME]["status"] = {
+        "head": {"podName": head["metadata"]["name"], "podIP": head["status"]["podIP"]}
+    }
+    world.drive(2)
+    await operator.settle(1)
+    assert (phase_of(world), world.status.step) == (Phase.RUNNING, 2)
+    assert counts(world) == (0, 0, 0)
+    ready = condition(world, ConditionType.ROLES_READY)
+    assert (ready.status, ready.reason) == ("True", "LabelsMissing")
+    assert f"kubectl label pod {head['metadata']['name']} agenticrun.dev/run=lake" in ready.message
