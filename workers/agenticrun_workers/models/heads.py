@@ -16,10 +16,11 @@ def split_model(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
 
     Raises:
         UnsupportedModel: the two, applied to a probe, do not give the model's logits. Models with
-            logit soft-capping or scaling would get wrong log-probs without this check.
+            logit soft-capping or scaling would get wrong log-probs without this check. Or the
+            weights hold NaN.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    if decoder is None or head is None:
+    if not isinstance(decoder, PreTrainedModel) or head is None:
         raise UnsupportedModel(f"{type(model).__name__} has no separate decoder and output layer")
     probe = (
         torch.arange(4, device=model.device).unsqueeze(0)
@@ -28,6 +29,17 @@ def split_model(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     with torch.no_grad():
         whole: Tensor = model(input_ids=probe, use_cache=False).logits
         halves: Tensor = head(decoder(input_ids=probe, use_cache=False).last_hidden_state)
+    if (whole.isnan() | whole.isposinf()).any():
+        for name, weight in model.named_parameters():
+            if not weight.isfinite().all():
+                raise UnsupportedModel(
+                    f"the weights hold NaN or infinity ({name}): the training that wrote them has "
+                    "diverged, or the file is damaged"
+                )
+        raise UnsupportedModel(
+            f"{type(model).__name__} computes NaN or infinity in {whole.dtype}: set "
+            "spec.model.dtype: float32"
+        )
     if not torch.allclose(whole, halves, rtol=1e-3, atol=1e-3):
         raise UnsupportedModel(
             f"{type(model).__name__} changes its logits after the output layer "

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from agenticrun_workers.inference.engine import SampledTokens
 from agenticrun_workers.models.heads import split_model
@@ -71,6 +72,19 @@ class SlotCache(Cache):  # type: ignore[misc]
         first, last = int(slots_B[0]), int(slots_B[-1])
         self._range = (first, last + 1) if last - first + 1 == len(slots_B) else None
         self._rows = slots_B
+        self._starts_B = starts_B
+
+    def get_query_offset(self, layer_idx: int = 0) -> Tensor:  # noqa: ARG002
+        """Return the position of each row's first new token, int64 [B]. See `_mask_rows`."""
+        return self._starts_B
+
+    def get_mask_sizes(
+        self,
+        query_length: int,  # noqa: ARG002
+        layer_idx: int,  # noqa: ARG002
+    ) -> tuple[int, int]:
+        """Return the number of keys that attention sees, and the position of the first."""
+        return self._visible, 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int
@@ -242,11 +256,49 @@ def _at_least(size: int, needed: int) -> int:
     return size
 
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+def _mask_rows(one_start: Callable[..., Any], *, added: bool) -> Callable[..., Any]:
+    """Let a mask function of transformers serve rows that start at positions of their own.
+
+    Each model asks for the masks of its layers (causal, sliding window, chunked), which say for
+    positions of a query and a key what is seen. Only the step that makes tensors of them assumes
+    one start for all rows.
+
+    Args:
+        one_start: transformers' own function, called for all caches but `SlotCache`.
+        added: the attention adds the mask to its scores, and does not take booleans.
+    """
+
+    def make_mask(*, q_offset: int | Tensor = 0, **call: Any) -> Any:
+        if not isinstance(q_offset, Tensor) or not q_offset.ndim:
+            return one_start(q_offset=q_offset, **call)
+        rows_B = torch.arange(len(q_offset), device=q_offset.device)
+        width_Q = torch.arange(call["q_length"], device=q_offset.device)
+        mask_B1QK = call["mask_function"](
+            rows_B[:, None, None, None],
+            rows_B[:1],
+            (q_offset[:, None] + width_Q)[:, None, :, None],
+            torch.arange(call["kv_length"], device=q_offset.device),
+        )
+        if not added:
+            return mask_B1QK
+        dtype = call["dtype"]
+        return torch.zeros_like(mask_B1QK, dtype=dtype).masked_fill(
+            ~mask_B1QK, torch.finfo(dtype).min
+        )
+
+    return make_mask
+
+
+AttentionMaskInterface.register("sdpa", _mask_rows(sdpa_mask, added=False))
+AttentionMaskInterface.register("eager", _mask_rows(eager_mask, added=True))
 
 
 class Forward:
-    """Computes with one model. Raises `UnsupportedModel` if it has no decoder and head."""
+    """Computes with one model.
+
+    Raises:
+        UnsupportedModel: it has no decoder and head.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._decoder, self._head = split_model(model)
@@ -260,39 +312,66 @@ class Forward:
         """
         cache = batch[0].cache
         assert cache is not None
-        device = self._device
-        pending_B = torch.tensor([running.pending for running in batch])
-        starts_B = torch.tensor([running.cached for running in batch])
-        width = int(pending_B.max())
-        visible = int((starts_B + width).max())
-        ids_BQ = torch.zeros(len(batch), width, dtype=torch.long)
-        for row, running in enumerate(batch):
-            ids_BQ[row, : running.pending] = torch.from_numpy(running.pending_T)
-        positions_BQ = starts_B[:, None] + torch.arange(width)
-        mask_B1QK = (torch.arange(visible) <= positions_BQ[..., None])[:, None]
-        cache.select(
-            torch.tensor([running.slot for running in batch], device=device),
-            starts_B.to(device),
-            width,
-            visible,
+        logits_BV = self.logits(
+            cache,
+            [running.slot for running in batch],
+            [running.cached for running in batch],
+            [running.pending_T for running in batch],
         )
-        hidden_BQH = self._decoder(
-            input_ids=ids_BQ.to(device),
-            position_ids=positions_BQ.to(device),
-            attention_mask=mask_B1QK.to(device),
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-        last_BH = hidden_BQH[torch.arange(len(batch), device=device), (pending_B - 1).to(device)]
         seeds_B = np.array([running.request.seed for running in batch], np.uint64)
         indices_B = np.array(
             [running.request.sampled + len(running.sampled) for running in batch], np.uint64
         )
         sampling = [running.request.sampling for running in batch]
-        tokens_B, logprobs_B = sample_tokens(
-            self._head(last_BH), sampling, uniforms(seeds_B, indices_B)
-        )
+        tokens_B, logprobs_B = sample_tokens(logits_BV, sampling, uniforms(seeds_B, indices_B))
         return tokens_B.tolist(), logprobs_B.tolist()
+
+    @torch.inference_mode()
+    def logits(
+        self, cache: SlotCache, slots: list[int], cached: list[int], pending: list[IntArray]
+    ) -> Tensor:
+        """Compute pending tokens, and return the logits after the last one of each row, [B, V].
+
+        Args:
+            cache: holds keys and values of the tokens before, and takes the new ones.
+            slots: slot of each row, ascending.
+            cached: number of tokens that the cache holds of each row.
+            pending: the tokens that follow, at least one of each row.
+        """
+        device = self._device
+        pending_B = torch.tensor([len(ids_T) for ids_T in pending])
+        starts_B = torch.tensor(cached)
+        width = int(pending_B.max())
+        ids_BQ = torch.zeros(len(pending), width, dtype=torch.long)
+        for row, ids_T in enumerate(pending):
+            ids_BQ[row, : len(ids_T)] = torch.from_numpy(ids_T)
+        positions_BQ = starts_B[:, None] + torch.arange(width)
+        cache.select(
+            torch.tensor(slots, device=device),
+            starts_B.to(device),
+            width,
+            int((starts_B + width).max()),
+        )
+        hidden_BQH = self._decoder(
+            input_ids=ids_BQ.to(device),
+            position_ids=positions_BQ.to(device),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        last_BH = hidden_BQH[torch.arange(len(pending), device=device), (pending_B - 1).to(device)]
+        logits_BV: Tensor = self._head(last_BH)
+        return logits_BV
+
+    @torch.inference_mode()
+    def plain_logits(self, ids_T: IntArray, ends: list[int]) -> Tensor:
+        """Return the logits after the first `ends` tokens, [ends, V], without cache or mask."""
+        ids_1T = torch.from_numpy(ids_T).long()[None].to(self._device)
+        hidden_TH = self._decoder(input_ids=ids_1T, use_cache=False).last_hidden_state[0]
+        logits_EV: Tensor = self._head(hidden_TH[torch.tensor(ends, device=self._device) - 1])
+        return logits_EV
+
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniforms(seeds_B: NDArray[np.uint64], indices_B: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -34,6 +34,7 @@ from agenticrun_workers.inference.transformers.caches import (
     RunningRequest,
     SessionCaches,
 )
+from agenticrun_workers.inference.transformers.parity import check_parity, refuse_states
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.pretrained import ModelLoadError
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
@@ -95,10 +96,10 @@ class TransformersEngine:
     async def start(self) -> None:
         """See `InferenceEngine`."""
         try:
-            self._model = await self._in_thread(self._load)
-            self._compute = Forward(self._model)
+            loaded: tuple[PreTrainedModel, Forward] = await self._in_thread(self._load_checked)
         except (ModelLoadError, UnsupportedModel) as error:
             raise UnusableModel(str(error)) from error
+        self._model, self._compute = loaded
         self._limits = RequestLimits(
             int(self._model.get_input_embeddings().weight.shape[0]), self._max_length
         )
@@ -220,6 +221,13 @@ class TransformersEngine:
             await asyncio.gather(self._server, return_exceptions=True)
             self._server = None
         self._thread.shutdown()
+
+    def _load_checked(self) -> tuple[PreTrainedModel, Forward]:
+        model = self._load()
+        refuse_states(model)
+        forward = Forward(model)
+        check_parity(model, forward, self._max_length)
+        return model, forward
 
     def _new_caches(self) -> Caches:
         return PrivateCaches() if self._batch_invariant else SessionCaches(self._max_sessions)
