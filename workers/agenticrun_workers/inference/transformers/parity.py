@@ -106,8 +106,8 @@ def check_parity(model: PreTrainedModel, forward: Forward, max_length: int) -> N
 def tolerance(dtype: torch.dtype) -> float:
     """Return the largest difference of log-probs that rounding explains, in nats.
 
-    It is 7e-4 for float32, 0.06 for float16 and 0.18 for bfloat16: twice the square root of the
-    precision. Logits alone round to 0.06 in bfloat16 if they are above 16.
+    It is 7e-4 for float32 and 0.18 for bfloat16: twice the square root of the precision. A logit
+    above 16 alone is rounded by up to 0.06 in bfloat16.
     """
     return 2 * float(torch.finfo(dtype).eps ** 0.5)
 
