@@ -10,6 +10,7 @@ import asyncio
 import gc
 import itertools
 import json
+import re
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -299,7 +300,8 @@ class _PortsTransport(DirectTransport):
 
 def _renamed(content: Any, number: int) -> Any:
     """Return a copy of JSON in the namespace and with the uids of another run."""
-    text = json.dumps(content).replace("-uid", f"-uid-{number}")
+    uids = re.compile(r"(?<=\d)-uid")  # not the label that ends so
+    text = uids.sub(f"-uid-{number}", json.dumps(content))
     return json.loads(
         text.replace(f'"namespace": "{NAMESPACE}"', f'"namespace": "{NAMESPACE}-{number}"')
     )

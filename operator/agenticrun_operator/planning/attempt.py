@@ -26,7 +26,7 @@ from agenticrun_api import (
     Reason,
     Role,
 )
-from agenticrun_api.names import ExitCode
+from agenticrun_api.names import ExitCode, submission_id
 from agenticrun_api.roles import SAVES
 from agenticrun_api.status import JobStatus, RayClusterStatus
 from agenticrun_operator.observed import Job, NoJob, Pod, Problem, Unreachable
@@ -493,7 +493,7 @@ def begin(state: State) -> Result:
     uid = state.cluster["metadata"]["uid"] if state.cluster else ""
     job = JobStatus(
         attempt=attempt,
-        submission_id=submission_id(state.run, attempt),
+        submission_id=submission_id(state.name, state.run.metadata.uid, attempt),
         incarnation=str(head.incarnation),
     )
     conditions = {
@@ -521,11 +521,6 @@ def _is_in_the_way(state: State, pod: Pod) -> bool:
     another_head = pod.role is Role.DRIVER and pod is not state.head
     leaving = pod.role in SAVES and pod.deleting
     return (another_head or leaving) and pods.may_run(pod, state.now)
-
-
-def submission_id(run: AgenticRun, attempt: int) -> str:
-    """Return the Ray submission id of an attempt, unique among all runs."""
-    return f"{run.metadata.name}-{run.metadata.uid[:8]}-{attempt}"
 
 
 def _waits(message: str) -> Result:

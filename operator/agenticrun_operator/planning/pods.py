@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from agenticrun_api import AgenticRun, Reason, Role
+from agenticrun_api.base import one_line
 from agenticrun_api.status import RoleStatus
 from agenticrun_operator.observed import Observed, Pod, Problem
 from agenticrun_operator.planning.snapshot import own_progress
@@ -144,7 +145,7 @@ def _cluster_problem(run: AgenticRun, observed: Observed) -> Problem | None:
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
             return Problem(
                 Reason.PODS_DENIED,
-                f"pods cannot be created: {' '.join(condition.get('message', '').split())}",
+                f"pods cannot be created: {one_line(condition.get('message', ''), 1024)}",
             )
     return None
 

@@ -1427,3 +1427,12 @@ async def test_the_end_of_the_log_is_not_kept_where_the_run_forbids_it() -> None
     await operator.settle(3)
     assert phase(world) is Phase.RESTARTING
     assert world.status.log_tail is None
+
+
+async def test_the_words_of_a_quota_are_cleaned(world: World, operator: Operator) -> None:
+    world.pods_denied = "quota \x1b[31m\x00 \U0001f6ab is\nused up"
+    await operator.settle(2)
+    denied = condition(world, ConditionType.ROLES_READY)
+    assert denied.reason == "PodsDenied"
+    assert "\U0001f6ab is used up" in denied.message
+    assert denied.message.isprintable()
