@@ -101,10 +101,6 @@ test-e2e: setup ## The whole way on a real cluster
 check: ## The inner loop: lint, types, unit tests, one tiny run on this machine (about 6 minutes)
 	@$(PYTHON) tools/ci.py check
 
-.PHONY: mutants
-mutants: setup ## Break the code in one place at a time and check that the tests notice
-	@$(PYTHON) tools/mutants.py
-
 .PHONY: coverage
 coverage: setup ## Measure the lines and branches that the unit tests reach; reports in build/coverage
 	@$(BIN)/pytest -q -n 2 --no-loadscope-reorder tests/unit \
