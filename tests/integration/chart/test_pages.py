@@ -62,8 +62,6 @@ def test_options_of_kubectl_and_helm_exist(cluster: Cluster) -> None:
     wrong = []
     shown = Help(cluster)
     for page in PAGES:
-        if page.name == "messages.md":
-            continue  # sentences that begin with the name of a program
         for words in commands(page.read_text()):
             if words[0] not in ("kubectl", "helm") or words[1:2] == ["agenticrun"]:
                 continue

@@ -28,7 +28,6 @@ LINES = sorted(
     {
         tuple(words[1:])
         for page in PAGES
-        if page.name != "messages.md"
         for words in commands(page.read_text())
         if words[0] == "agenticrun" and len(words) > 2 and "..." not in words
     }
