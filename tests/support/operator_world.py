@@ -326,7 +326,7 @@ class World:
         failure = {"type": "ReplicaFailure", "status": "True", "message": self.pods_denied}
         status = cluster.get("status", {})
         cluster["status"] = status | {"conditions": [failure] if self.pods_denied else []}
-        if self.pods_denied:
+        if self.pods_denied or cluster["spec"].get("suspend"):
             return
         # KubeRay selects by labels, and counts pods that are being deleted.
         counted = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from agenticrun_api import Outcome, Phase, Role
-from agenticrun_api.status import CheckpointStatus
+from agenticrun_api.status import CheckpointStatus, StopCause
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import OperatorKey
 from operator_world import KEY, NAME, Gpus, Operator, World
@@ -135,6 +135,48 @@ class AnyOrder(RuleBasedStateMachine):
     def pod_is_deleted(self, role: Role) -> None:
         self.world.delete_pod(role)
 
+    @rule(role=st.sampled_from([Role.DRIVER, Role.TRAINER, Role.ENV]))
+    def pod_is_evicted(self, role: Role) -> None:
+        """Kubernetes marks a pod and deletes it; its processes run until their grace is over."""
+        target = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+        for pod in self.world.pods(role)[:1]:
+            if "nodeName" in pod["spec"]:
+                pod["status"].setdefault("conditions", []).append(target)
+                self.world._mark_deleted(pod)
+
+    @rule()
+    def evicted_pods_are_gone(self) -> None:
+        for pod in self.world.pods():
+            deleted = "deletionTimestamp" in pod["metadata"]
+            if deleted and pod["metadata"]["uid"] not in self.world.lost:
+                del self.world.objects["Pod", pod["metadata"]["name"]]
+
+    @rule(suspend=st.booleans())
+    def cluster_is_suspended_or_released(self, suspend: bool) -> None:
+        """A queue acts on the RayCluster, and KubeRay deletes its pods."""
+        cluster = self.world.objects.get(("RayCluster", NAME))
+        if cluster is None or bool(cluster["spec"].get("suspend")) is suspend:
+            return
+        cluster["spec"]["suspend"] = suspend
+        self.suspensions += suspend
+        if suspend:
+            for pod in self.world.pods():
+                if pod["metadata"]["uid"] not in self.world.lost:
+                    del self.world.objects["Pod", pod["metadata"]["name"]]
+
+    @rule(replicas=st.integers(0, 3))
+    def cluster_is_edited(self, replicas: int) -> None:
+        cluster = self.world.objects.get(("RayCluster", NAME))
+        if cluster is not None:
+            cluster["spec"]["workerGroupSpecs"][0]["replicas"] = replicas
+
+    @rule(phase=st.sampled_from(["Succeeded", "Failed"]))
+    def end_is_written_by_someone_else(self, phase: str) -> None:
+        status = self.world.run.get("status")
+        if status and not self.world.status.phase.finished:
+            status["phase"] = phase
+            self.world.run["metadata"]["resourceVersion"] = f"by-hand-{next(self.world._ids)}"
+
     @rule()
     def head_restarts(self) -> None:
         self.world.restart_head_container()
@@ -214,9 +256,13 @@ class AnyOrder(RuleBasedStateMachine):
         world.watches_hang = False
         asked, saved = world.stop_requests, False
         for _ in range(60):
-            if world.status.phase is Phase.SUSPENDED or world.status.phase.finished:
+            stopping = world.status.stopping
+            by_user = stopping is not None and stopping.cause is StopCause.SUSPEND
+            suspended = world.status.phase is Phase.SUSPENDED and by_user
+            if suspended or (world.status.phase.finished and world.status.completion_time):
                 break
             world.collect_garbage()
+            self.evicted_pods_are_gone()
             world.make_pods()
             asyncio.run(self.operators[0].reconcile())
             if heeds and world.stop_requests > asked and world.live_jobs():
@@ -226,6 +272,8 @@ class AnyOrder(RuleBasedStateMachine):
             world.now += timedelta(seconds=5)
         if world.status.phase.finished:
             return
+        if self.claim_was_deleted and world.status.phase is not Phase.SUSPENDED:
+            return  # its pods are the last way to the checkpoints
         assert world.status.phase is Phase.SUSPENDED
         assert ("RayCluster", NAME) not in world.objects
         assert world.pods() == []
@@ -261,13 +309,18 @@ class AnyOrder(RuleBasedStateMachine):
     def the_end_is_final(self) -> None:
         phase = self.world.status.phase
         assert self.ended is None or phase is self.ended
-        if phase.finished:
+        if phase.finished and self.world.status.completion_time:
             self.ended = phase
 
     @invariant()
     def a_run_that_stands_still_does_not_progress(self) -> None:
-        states = {item.type: item.status for item in self.world.status.conditions}
-        if states.get("Stalled") == "True" or self.world.status.phase.finished:
+        status = self.world.status
+        states = {item.type: item.status for item in status.conditions}
+        if status.phase.finished and not status.completion_time:
+            return  # someone else wrote it a moment ago
+        if any(not role.ready for role in status.roles):
+            return
+        if states.get("Stalled") == "True" or status.phase.finished:
             assert states["Progressing"] == "False"
         elif states.get("Training") == "True" and "Unknown" not in states.values():
             assert states["Progressing"] == "True"
@@ -295,12 +348,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.run_is_suspended_or_resumed(suspend=False)
         world.reporter_down = world.ray_down = False
         world.storage_down = world.watches_hang = False
+        self.cluster_is_suspended_or_released(suspend=False)
+        self.evicted_pods_are_gone()
         world.bind_claims()
         world.collect_garbage()
         world.gpus = None
         world.evict_lost_pods()
         for _ in range(400):
-            if world.status.phase.finished:
+            if world.status.phase.finished and world.status.completion_time:
                 break
             world.make_pods()
             asyncio.run(self.operators[0].reconcile())
@@ -309,7 +364,7 @@ class AnyOrder(RuleBasedStateMachine):
             asyncio.run(self.operators[0].reconcile())
             world.end_driver(Outcome.SUCCEEDED)
             world.now += timedelta(seconds=10)
-        assert world.status.phase.finished, f"still {world.status}"
+        assert world.status.completion_time, f"still {world.status}"
         if world.status.phase is Phase.FAILED and not self.claim_was_deleted:
             assert world.status.failures_without_progress == MAX_RESTARTS + 1
         self.the_end_is_final()
