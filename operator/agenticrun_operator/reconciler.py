@@ -494,8 +494,11 @@ class Reconciler:
         )
 
     async def _handle_unreadable(self, key: Key, document: Manifest, error: InvalidRun) -> None:
+        known = key in self._unreadable
         self._note_unreadable(key, document)  # also if the write is refused
         plan_ = plan_unreadable(document, error.errors, self._clock())
+        if known and plan_.status is None:
+            plan_ = Plan()  # a damaged status cannot remember that an event was posted
         stored = await self._applier.write_status(document, plan_)
         self._note_unreadable(key, stored)
         await self._applier.delete_and_report(plan_, stored)
