@@ -315,8 +315,9 @@ class Reconciler:
             try:
                 run = self._read(document, before, status_hash)
             except InvalidRun as error:
+                known = key in self._unreadable
                 self._forget(key)
-                await self._handle_unreadable(key, document, error)
+                await self._handle_unreadable(key, document, error, known)
                 return None, True
             self._forget_ended(key)
         known = before if before and not fresh and self._knows_children(before, run) else None
@@ -493,8 +494,9 @@ class Reconciler:
             end_time=end_time,
         )
 
-    async def _handle_unreadable(self, key: Key, document: Manifest, error: InvalidRun) -> None:
-        known = key in self._unreadable
+    async def _handle_unreadable(
+        self, key: Key, document: Manifest, error: InvalidRun, known: bool
+    ) -> None:
         self._note_unreadable(key, document)  # also if the write is refused
         plan_ = plan_unreadable(document, error.errors, self._clock())
         if known and plan_.status is None:
