@@ -315,9 +315,9 @@ class Reconciler:
             try:
                 run = self._read(document, before, status_hash)
             except InvalidRun as error:
-                known = key in self._unreadable
+                reported = key in self._unreadable
                 self._forget(key)
-                await self._handle_unreadable(key, document, error, known)
+                await self._handle_unreadable(key, document, error, reported)
                 return None, True
             self._forget_ended(key)
         known = before if before and not fresh and self._knows_children(before, run) else None
@@ -495,11 +495,11 @@ class Reconciler:
         )
 
     async def _handle_unreadable(
-        self, key: Key, document: Manifest, error: InvalidRun, known: bool
+        self, key: Key, document: Manifest, error: InvalidRun, reported: bool
     ) -> None:
         self._note_unreadable(key, document)  # also if the write is refused
         plan_ = plan_unreadable(document, error.errors, self._clock())
-        if known and plan_.status is None:
+        if reported and plan_.status is None:
             plan_ = Plan()  # a damaged status cannot remember that an event was posted
         stored = await self._applier.write_status(document, plan_)
         self._note_unreadable(key, stored)
