@@ -128,7 +128,8 @@ def follow(state: State) -> Verdict:
             return Continues(_submit_again(state))
         case Unreachable():
             if lost := lost_head(state, state.job):
-                return _over(state, Reason.NODE_LOST, lost, disruption=lost, rebuild=lost)
+                disruption = lost if _is_lost_with_node(state.head) else ""
+                return _over(state, Reason.NODE_LOST, lost, disruption=disruption, rebuild=lost)
             return Continues(Result()) if final else _report_training(state)
         case Job() as seen:
             return _follow_live(state, seen) if seen.live else _follow_ended(state, seen)
@@ -194,6 +195,12 @@ def lost_head(state: State, job: JobStatus) -> str:
         f"head pod {head.name} on node {head.node} has not answered or been ready for "
         f"{format_span(HEAD_LOST_SECONDS)}"
     )
+
+
+def _is_lost_with_node(head: Pod | None) -> bool:
+    """Return True if the node no longer answers; else what runs in the head hangs."""
+    node_lost = head and head.problem and head.problem.reason is Reason.NODE_LOST
+    return bool(head and head.deleting) or bool(node_lost)
 
 
 def _waits_for_report(state: State) -> bool:

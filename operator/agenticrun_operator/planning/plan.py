@@ -47,6 +47,7 @@ from agenticrun_operator.planning.situation import (
     find_rescaling,
     find_situation,
     is_damaged,
+    kept_pods,
     record,
 )
 from agenticrun_operator.planning.stopping import (
@@ -187,7 +188,7 @@ def _start(state: State) -> Result:
         result |= _report_pods(state)
     if obstacle is None or (state.status.job and not _holds(obstacle)):
         result |= begin(state)
-    if not state.has_enough_pods:
+    if not state.has_enough_pods and not kept_pods(state):
         result |= check_startup(state)
     if obstacle and "completion_time" not in result.fields:
         result |= report_obstacle(state, obstacle)

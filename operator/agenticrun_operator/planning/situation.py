@@ -7,6 +7,7 @@ situations the run is in, and `plan` decides by it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -139,8 +140,13 @@ class State:
 
     @property
     def has_enough_pods(self) -> bool:
-        """True if an attempt can begin. The first one also waits some time for all pods."""
-        waits = self.run.spec.failure_policy.wait_seconds if self.status.job is None else 0
+        """True if an attempt can begin. The first one also waits some time for all pods.
+
+        Not longer than until the startup deadline: then it begins with what it has.
+        """
+        policy = self.run.spec.failure_policy
+        waits = min(policy.wait_seconds, policy.startup_deadline_seconds)
+        waits = waits if self.status.job is None else 0
         return self.roles.ready or (
             self.roles.enough and self.seconds_since(self.waiting_since) >= waits
         )
@@ -258,7 +264,7 @@ def find_cause(state: State, rescaling: Rescaling) -> Cause | None:
     """Return why the run has to release its pods, or None.
 
     While the volume claim of its checkpoints is being deleted, its pods are the last way to them:
-    neither spec.suspend nor other replicas end an attempt then (`kept_pods`).
+    neither spec.suspend nor other replicas end them then (`kept_pods`).
     """
     kinds, run = StopCause, state.run
     cluster = state.cluster
@@ -270,13 +276,13 @@ def find_cause(state: State, rescaling: Rescaling) -> Cause | None:
             kinds.CLUSTER_SUSPENDED,
             f"another controller has suspended RayCluster {state.name} (a queue, for example)",
         )
-    if rescaling.restart and not kept_pods(state):
-        return _cause(state, kinds.RESCALE, rescaling.text)
     limit, start = run.spec.active_deadline_seconds, state.status.start_time
     if limit is not None and start is not None:
         end = parse_time(start) + timedelta(seconds=limit)
         if end <= state.now:
             return _cause(state, kinds.DEADLINE, "activeDeadlineSeconds is over", end)
+    if rescaling.restart and not kept_pods(state):
+        return _cause(state, kinds.RESCALE, rescaling.text)
     return None
 
 
@@ -302,8 +308,12 @@ def stop_status(cause: Cause) -> StopStatus:
 
 
 def kept_pods(state: State) -> bool:
-    """Return True if the pods of an attempt are the last way to the run's checkpoints."""
-    return state.has_attempt and state.claim_lost
+    """Return True if the run's pods are the last way to its checkpoints."""
+    if not state.claim_lost or state.has_attempt:
+        return state.claim_lost
+    gone = state.observed.child(CLAIM_KIND, claim_name(state.run)) is None
+    goes = state.cluster is None or is_deleting(state.cluster)
+    return bool(state.status.checkpoint and state.pods) and not gone and not goes
 
 
 # -- other replicas --------------------------------------------------------------------------------
@@ -422,7 +432,8 @@ def record(state: State) -> State:
         changes["unknown_since"] = None
     else:
         changes["unknown_since"] = job.unknown_since or format_time(state.now)
-    changes["disruption"] = (job.disruption or _disruption(state))[:256]
+    known = "" if _has_recovered(state) else job.disruption
+    changes["disruption"] = (known or _disruption(state))[:256]
     last, sent_at = state.observed.last_action or (None, None)
     stopping, asked = state.status.stopping, job.stop_requested_time
     if stopping and sent_at is not None and last == RequestStop(job.submission_id):
@@ -498,18 +509,34 @@ def _disruption(state: State) -> str:
     return next(filter(None, taken), "") or _replaced(state)
 
 
+def _has_recovered(state: State) -> bool:
+    """Return True if the attempt trains on with all the pods that it needs.
+
+    Kubernetes may take a disruption back: a preemption that does not happen, for example.
+    """
+    seen, progress = state.observed.job, state.progress
+    if not isinstance(seen, Job) or not seen.live or seen.start_time is None:
+        return False
+    if progress is None or progress.final or is_silent(progress) or _disruption(state):
+        return False
+    ready = Counter(pod.role for pod in state.pods if pod.ready and not pod.deleting)
+    roles = state.run.spec.roles
+    return all(ready[role] >= roles.replicas(role) for role in SAVES if roles.has(role))
+
+
 def _taken(state: State, pod: Pod) -> str:
     """Return what the platform does to a pod without which the attempt ends; empty: nothing."""
     if pod.role not in SAVES or pod.uid in state.observed.deletions:
         return ""
     what = f"{pod.role.value} pod {pod.name}"
+    # A pod of an earlier attempt may be slow to end, but then another one has replaced it.
+    others = [other for other in state.pods if other.role is pod.role]
+    staying = sum(not other.deleting and not other.disruption for other in others)
+    if staying >= state.run.spec.roles.replicas(pod.role):
+        return ""
     if pod.disruption:
         return f"{what} was disrupted ({pod.disruption})"
-    # A pod of an earlier attempt may be slow to end, but then another one has replaced it.
-    staying = sum(other.role is pod.role and not other.deleting for other in state.pods)
-    if pod.deleting and staying < state.run.spec.roles.replicas(pod.role):
-        return f"{what} was deleted"
-    return ""
+    return f"{what} was deleted" if pod.deleting else ""
 
 
 def _replaced(state: State) -> str:

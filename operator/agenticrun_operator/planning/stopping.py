@@ -109,7 +109,8 @@ def stop(state: State, cause: Cause) -> Result:
 def _release(state: State, cause: Cause, over: Over) -> Result:
     """End the attempt, and release its pods."""
     ended = end(state, over)
-    return without_pods(state.with_fields(dict(ended.fields)), cause) | ended
+    released = without_pods(state.with_fields(dict(ended.fields)), cause)
+    return ended | released if "completion_time" in released.fields else released | ended
 
 
 def _report_stop(cause: Cause) -> Result:
@@ -164,7 +165,8 @@ def without_pods(state: State, cause: Cause) -> Result:
     """Release the pods of a run that has no attempt, and wait until it is resumed."""
     if cause.kind is StopCause.DEADLINE:
         return exceed_deadline(state)
-    known = Result(fields={"stopping": stop_status(cause), "startup_timeouts": 0})
+    fields = {"stopping": stop_status(cause), "startup_timeouts": 0, "obstacle": None}
+    known = Result(fields=fields)
     said = Said("False", cause.done, cause.text, optional=True, keep_reason=True)
     known |= Result(conditions=dict.fromkeys((ConditionType.TRAINING, ConditionType.STALLED), said))
     if cause.kind is not StopCause.RESCALE:

@@ -315,3 +315,19 @@ async def test_pods_that_wait_for_a_claim_are_given_back_at_the_deadline() -> No
     assert "ClaimPending" in happened(world)
     assert "StartupDeadlineExceeded" in happened(world)
     assert ("RayCluster", NAME) not in world.objects or world.status.startup_timeouts > 0
+
+
+async def test_the_deadline_ends_a_driver_that_stops_for_other_replicas_and_does_not_end() -> None:
+    operator = a_run(("spec.activeDeadlineSeconds", 600))
+    world = operator.world
+    await training(operator)
+    world.change_run(("roles.env.replicas", 3))
+    await operator.settle(3)
+    for _ in range(60):
+        world.drive(1)
+        await operator.reconcile()
+        world.now += timedelta(seconds=60)
+    assert phase(world) is Phase.FAILED
+    assert condition(world, ConditionType.FAILED).reason == "DeadlineExceeded"
+    assert world.status.next_retry_time is None
+    assert world.status.stopping is None

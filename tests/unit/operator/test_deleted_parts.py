@@ -213,3 +213,25 @@ async def test_a_suspended_run_says_that_its_claim_was_deleted(
     world.now += timedelta(seconds=10)
     await operator.settle(2)
     assert "lake-checkpoints was deleted" in (world.status.message or "")
+
+
+@pytest.mark.parametrize("change", [("suspend", True), ("roles.env.replicas", 3), None])
+async def test_pods_that_are_the_last_way_to_the_checkpoints_outlive_their_attempt(
+    world: World, operator: Operator, change: tuple[str, Any] | None
+) -> None:
+    world.run["spec"]["failurePolicy"]["startupDeadlineSeconds"] = 120
+    await training(operator, saved=1)
+    world.delete_claim()
+    await operator.settle(2)
+    if change:
+        world.change_run(change)
+        await operator.settle(2)
+    world.delete_pod(Role.TRAINER)
+    world.end_driver(Outcome.FAILED)
+    for _ in range(20):
+        await operator.settle(2)
+        world.now += timedelta(seconds=30)
+    assert CLAIM in world.objects
+    assert world.pods(Role.DRIVER)
+    assert phase(world) is Phase.RESTARTING
+    assert "Copy them now" in (world.status.message or "")

@@ -171,6 +171,52 @@ async def test_a_pod_that_ends_slowly_does_not_disrupt_the_next_attempt() -> Non
     assert counts(world) == (1, 1, 1)
 
 
+async def test_a_slow_pod_that_was_drained_does_not_disrupt_the_next_attempt() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    slow = copied(world.pods(Role.TRAINER)[0])
+    end = format_time(world.now + timedelta(seconds=600))
+    slow["metadata"] |= {"deletionTimestamp": end, "name": "slow", "uid": "slow"}
+    slow["status"]["conditions"].append(TARGET)
+    world.objects["Pod", "slow"] = slow
+    await operator.reconcile()
+    world.end_driver(Outcome.FAILED)
+    await operator.reconcile()
+    assert counts(world) == (0, 1, 1)
+
+
+async def test_a_disruption_that_is_taken_back_hides_no_later_failure() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    (pod,) = world.pods(Role.TRAINER)
+    pod["status"]["conditions"].append(dict(TARGET))
+    await operator.settle(2)
+    assert world.status.job is not None
+    assert "was disrupted" in world.status.job.disruption
+    pod["status"]["conditions"][-1]["status"] = "False"
+    await operator.settle(2)
+    assert world.status.job is not None
+    assert world.status.job.disruption == ""
+    world.end_driver(Outcome.FAILED)
+    await operator.settle(2)
+    assert counts(world) == (0, 1, 1)
+
+
+async def test_a_head_that_hangs_on_a_node_that_answers_is_a_failure() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.reporter_down = world.ray_down = True
+    (head,) = world.pods(Role.DRIVER)
+    world._set_ready(head, False)
+    for _ in range(60):
+        await operator.reconcile()
+        world.now += timedelta(seconds=5)
+    assert counts(world) == (0, 1, 1)
+
+
 # -- a RayCluster that others suspend --------------------------------------------------------------
 
 
@@ -299,6 +345,17 @@ async def test_the_first_attempt_waits_for_all_pods_for_a_while(
     assert world.jobs == []
     await pass_time(operator, 60)
     assert bool(world.jobs) is (waits is not None)
+
+
+async def test_a_startup_deadline_before_the_end_of_the_wait_ends_the_wait() -> None:
+    world = OneEnvShort()
+    world.short = True
+    policy = {"startupDeadlineSeconds": 120, "waitSeconds": 300}
+    world.apply_run(("spec.roles.env.replicas", 4), ("spec.failurePolicy", policy))
+    operator = Operator(world)
+    await pass_time(operator, 180)
+    assert [job.attempt for job in world.jobs] == [1]
+    assert "StartupDeadlineExceeded" not in happened(world)
 
 
 async def test_a_deterministic_run_needs_all_its_pods() -> None:

@@ -271,3 +271,13 @@ async def test_events_that_are_denied_are_asked_for_again_after_a_while_only(
     world.events_denied = False
     await look_once_a_second(31)
     assert condition(world, ConditionType.ROLES_READY).reason == "MountFailed"
+
+
+async def test_a_suspended_run_has_no_obstacle(world: World, operator: Operator) -> None:
+    world.kuberay_missing = True
+    await operator.settle(2)
+    assert world.status.obstacle is not None
+    world.change_run(("suspend", True))
+    await operator.settle(2)
+    assert world.status.phase is Phase.SUSPENDED
+    assert world.status.obstacle is None
