@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
@@ -105,3 +106,13 @@ def test_a_config_that_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(JudgeConfigError, match=message):
         make_judge("reward_model", {"path": scorer, **config})
+
+
+@pytest.mark.parametrize("name", ["score.weight", "model.norm.weight"])
+def test_a_classifier_without_one_of_its_weights_is_refused(name: str, tmp_path: Path) -> None:
+    path = make_classifier(tmp_path, labels=1)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(JudgeConfigError, match=f"lacks 1 of its weights, {name} among them"):
+        make_judge("reward_model", {"path": path})

@@ -36,6 +36,7 @@ from agenticrun_workers.cli.doctor.placement import (
 from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist, references
 from agenticrun_workers.cli.kubectl import Kubectl, SourceError
 from agenticrun_workers.findings import Finding, Verdict
+from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from tiny_runs import tiny_document
 
 GIB = 2**30
@@ -532,8 +533,10 @@ def test_a_model_is_a_folder_or_made_by_the_run(tmp_path: Path) -> None:
     assert model_is_reachable(a_run()).verdict is Verdict.OK
     stored = a_run(model={"path": str(tmp_path)}, checkpoint={"none": True})
     assert "has no config.json" in model_is_reachable(stored).found
-    (tmp_path / "config.json").write_text("{}")
+    initialize_model(tmp_path, InitializeSpec(("a",), hidden_size=16, heads=2, layers=1))
     assert model_is_reachable(stored).verdict is Verdict.OK
+    (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert "model.safetensors is a Git LFS pointer" in model_is_reachable(stored).found
 
 
 class Hub(BaseHTTPRequestHandler):

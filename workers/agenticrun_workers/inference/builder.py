@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.inference.engine import InferenceEngine
+from agenticrun_workers.inference.engine import InferenceEngine, UnusableModel
+from agenticrun_workers.models.folder import ModelLoadError, check_config, check_weights
 from agenticrun_workers.models.source import ModelSource, local_folder
 from agenticrun_workers.processes import quick_imports
 
@@ -37,6 +38,7 @@ def build_engine(
 
     Raises:
         InvalidConfig: an option that the engine does not have, or that another field decides.
+        UnusableModel: a file of the model is missing or damaged.
     """
     spec = pipeline.actor_infer.strategy
     if spec.name == "transformers":
@@ -50,8 +52,14 @@ def build_engine(
 
         torch.set_num_threads(threads)
         return transformers_engine(pipeline, source, folder)
+    found = local_folder(folder)
+    try:
+        check_config(str(found), trust_remote_code=source.trust_remote_code)
+        check_weights(str(found))
+    except ModelLoadError as error:
+        raise UnusableModel(str(error)) from error
     arguments: dict[str, Any] = {
-        "folder": local_folder(folder),
+        "folder": found,
         "dtype": source.dtype,
         "max_length": pipeline.sequence_length,
         "restart_on_update": not pipeline.staleness.partial_rollout,

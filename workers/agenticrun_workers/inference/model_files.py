@@ -27,6 +27,8 @@ from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 Shapes = Mapping[str, tuple[int, ...]]
 HEADER_LIMIT = 100 * 2**20
 """The limit of safetensors itself, in bytes."""
+CONTEXT_KEYS = ("max_seq_len", "n_positions", "context_length")
+"""Names of the longest sequence in configs whose class does not map them (mpt)."""
 TIED = "lm_head.weight"
 NOT_PARAMETERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 """Suffixes of buffers that old checkpoints hold."""
@@ -122,7 +124,7 @@ def read_limits(folder: Path) -> tuple[int, int | None]:
         raise UnusableModel(
             f"{folder}/config.json has no vocab_size: it is not a causal language model of text"
         )
-    return int(config["vocab_size"]), config.get("max_position_embeddings")
+    return int(config["vocab_size"]), config.get(_context_key(config))
 
 
 def shapes_of_file(file: Path) -> dict[str, tuple[int, ...]]:
@@ -206,6 +208,22 @@ class UpdateCheck:
                 f"the new weights lack {len(self._missing)} parameters, {min(self._missing)} "
                 "among them"
             )
+
+
+def _context_key(config: Mapping[str, Any]) -> str:
+    """Return the name that this type of model uses for its longest sequence.
+
+    transformers is imported only for a config without the usual name: it takes seconds.
+    """
+    usual = "max_position_embeddings"
+    if usual in config or "model_type" not in config:
+        return usual
+    from transformers import CONFIG_MAPPING
+
+    if config["model_type"] not in CONFIG_MAPPING:
+        return usual
+    names: dict[str, str] = CONFIG_MAPPING[config["model_type"]].attribute_map
+    return names.get(usual, next((key for key in CONTEXT_KEYS if key in config), usual))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -6,19 +6,25 @@ might be in (DeepSpeed, if it is installed).
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from agenticrun_workers.models.devices import compute_device
+from agenticrun_workers.models.folder import ModelLoadError as ModelLoadError  # noqa: PLC0414  # of load_model
+from agenticrun_workers.models.folder import check_config, check_weights
 from agenticrun_workers.models.source import ModelSource
+
+log = logging.getLogger(__name__)
 
 disable_progress_bar()
 """Pods write to logs, where a bar is noise."""
@@ -32,9 +38,8 @@ EXPERT_COUNTS = (
 )
 """Names that configs use for the number of experts of a layer."""
 
-
-class ModelLoadError(Exception):
-    """The folder holds no usable model; the message says which folder and why."""
+FINITE_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""Quantised weights are not checked: torch cannot compare them."""
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -43,12 +48,9 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     Raises:
         ModelLoadError: there is no such model, or it is of another kind.
     """
-    try:
+    check_config(path, trust_remote_code=trust_remote_code)
+    with _naming(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelLoadError(
-            f"no causal language model could be loaded from {path}: {error}"
-        ) from error
     text = config.get_text_config(decoder=True)
     if text is not config:
         raise ModelLoadError(
@@ -78,42 +80,107 @@ def load_model(
     device: torch.device | None = None,
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    output_layer: bool = True,
 ) -> PreTrainedModel:
     """Load a model in evaluation mode.
 
     Args:
         path: a folder or a name on the hub.
         device: default: this process's GPU, else the CPU.
+        output_layer: the caller uses it. A critic does not, so its folder need not hold one.
 
     Raises:
-        ModelLoadError: see `load_config`.
+        ModelLoadError: see `load_config`; weights are missing, damaged, of other shapes or not
+            finite.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
-    try:
-        with MAKING:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-            )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise ModelLoadError(
-            f"no causal language model could be loaded from {path}: {error}"
-        ) from error
+    check_weights(path)
+    with _naming(path), MAKING:
+        model: PreTrainedModel
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # they are in the report, which names them
+            output_loading_info=True,
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):  # of a model on the hub
+        raise ModelLoadError(f"{path} holds a LoRA adapter: merge it into the model first")
+    made_new = "" if output_layer else _name_of(model, model.get_output_embeddings())
+    check_report(path, report, made_new)
     model.to(device or compute_device())
+    for name, weight in model.named_parameters():
+        check_finite(path, name, weight)
     return model.eval()
 
 
-def load_source(source: ModelSource, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load the model of a run, in `dtype` (default: the source's). Raises `ModelLoadError`."""
+def check_report(path: str, report: Mapping[str, Any], made_new: str = "") -> None:
+    """Check what transformers reports of a load: it fills what a folder lacks with random numbers.
+
+    Args:
+        path: of the model.
+        report: from `from_pretrained(output_loading_info=True)`: without tied weights and those
+            that the model's class computes.
+        made_new: name of a layer that the caller makes new or does not use.
+
+    Raises:
+        ModelLoadError: weights are missing or have other shapes than config.json says.
+    """
+    prefix = f"{made_new}."
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        if not name.startswith(prefix):
+            raise ModelLoadError(
+                f"the weight {name} of {path} has shape {tuple(found)}, config.json asks for "
+                f"{tuple(expected)}: take the config.json that belongs to the weights"
+            )
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith(prefix))
+    if missing:
+        raise ModelLoadError(
+            f"{path} lacks {len(missing)} of its weights, {missing[0]} among them: "
+            "download it again"
+        )
+    if surplus := sorted(report["unexpected_keys"]):
+        log.warning(
+            "%s holds %d weights that its model does not use, %s among them",
+            path,
+            len(surplus),
+            surplus[0],
+        )
+
+
+def check_finite(path: str, name: str, weight: Tensor) -> None:
+    """Raise `ModelLoadError` if a weight holds NaN or infinity.
+
+    It costs one pass over the memory: smallest and largest value are NaN if any value is.
+    """
+    if weight.dtype not in FINITE_DTYPES or not weight.numel() or weight.is_meta:
+        return
+    extremes = torch.stack(torch.aminmax(weight.detach()))
+    if not extremes.isfinite().all():
+        kind = "NaN" if extremes.isnan().any() else "infinity"
+        raise ModelLoadError(
+            f"the weights of {path} hold {kind} ({name}): the training that wrote them has "
+            "diverged, or the file is damaged; take an earlier checkpoint, or download it again"
+        )
+
+
+def load_source(
+    source: ModelSource, dtype: torch.dtype | None = None, *, output_layer: bool = True
+) -> PreTrainedModel:
+    """Load the model of a run, in `dtype` (default: the source's). Raises `ModelLoadError`.
+
+    Args:
+        output_layer: see `load_model`.
+    """
     with source.folder() as folder:
         return load_model(
             folder,
             dtype or getattr(torch, source.dtype),
             attn_implementation=source.attn_implementation,
             trust_remote_code=source.trust_remote_code,
+            output_layer=output_layer,
         )
 
 
@@ -136,3 +203,37 @@ def write_model(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tens
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Turn errors of a load into `ModelLoadError`, but not a lack of memory, which may pass.
+
+    A damaged file, or the model's own code, can raise any exception.
+    """
+    try:
+        yield
+    except (ModelLoadError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        text = str(error)
+        if "can't allocate memory" in text:
+            raise
+        if "trust_remote_code" in text:
+            text = (
+                "it has code of its own: read the code, then set spec.model.trustRemoteCode: true"
+            )
+        elif "attn_implementation" in text:
+            text = (
+                "its attention is not implemented as asked for: set "
+                f"spec.model.attnImplementation: eager ({text.splitlines()[0]})"
+            )
+        elif not isinstance(error, OSError | ValueError | ImportError):
+            text = f"{type(error).__name__}: {text}"
+        raise ModelLoadError(
+            f"no causal language model could be loaded from {path}: {text}"
+        ) from error
+
+
+def _name_of(model: PreTrainedModel, layer: torch.nn.Module | None) -> str:
+    return next((name for name, module in model.named_modules() if module is layer), "")

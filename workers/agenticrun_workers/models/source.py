@@ -5,6 +5,7 @@ Imports neither torch nor transformers: the driver and the actors of engine serv
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,11 @@ class ModelSource:
     def of(cls, model: ModelSpec) -> ModelSource:
         """Read the source from the spec. Files of a model to be made are added by `with_files`."""
         return cls(
-            model.path, None, model.dtype, model.attn_implementation, model.trust_remote_code
+            expand_home(model.path),
+            None,
+            model.dtype,
+            model.attn_implementation,
+            model.trust_remote_code,
         )
 
     @contextmanager
@@ -98,13 +103,18 @@ class ModelSources:
         """Start reference and critic from the policy, unless the run names other models."""
 
         def other(path: str | None) -> ModelSource:
-            return policy if path is None else replace(policy, path=path, files=None)
+            return policy if path is None else replace(policy, path=expand_home(path), files=None)
 
         return cls(
             policy,
             other(pipeline.reference.path if pipeline.reference else None),
             other(pipeline.critic.path if pipeline.critic else None),
         )
+
+
+def expand_home(path: str | None) -> str | None:
+    """Replace a `~` at the beginning by the home folder, as a shell does for an argument."""
+    return path and os.path.expanduser(path)
 
 
 def local_folder(folder: str) -> Path:

@@ -9,6 +9,7 @@ cannot see a part of its observation would look like one that cannot learn.
 
 from __future__ import annotations
 
+import logging
 import re
 import tempfile
 from collections.abc import Iterable
@@ -18,7 +19,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.models.folder import ModelLoadError, check_tokenizer, check_vocabulary
 from agenticrun_workers.models.source import TokenizerSource
+
+log = logging.getLogger(__name__)
 
 PAD = "<|pad|>"
 END_OF_TURN = "<|end|>"
@@ -55,7 +59,16 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
                 (Path(folder) / name).write_bytes(content)
             return _fast(Path(folder))
     try:
+        check_tokenizer(source.path)
         tokenizer = _from_path(source.path, source.trust_remote_code)
+        unused = check_vocabulary(
+            source.path,
+            tokenizer.get_vocab(),
+            f"{tokenizer.chat_template}{tokenizer.bos_token}{tokenizer.eos_token}",
+            tokenizer.pad_token,
+        )
+    except ModelLoadError as error:
+        raise InvalidConfig("spec.model.path", str(error)) from error
     except Exception as error:  # tokenizers raises plain ones for a broken file
         raise InvalidConfig(
             "spec.model.path",
@@ -65,6 +78,12 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
         raise InvalidConfig(
             "spec.model.path",
             f"the tokenizer of {source.path} has no chat template: use an instruction-tuned model",
+        )
+    if unused:
+        log.warning(
+            "the model of %s does not know %s: texts with such a token end their episodes",
+            source.path,
+            ", ".join(unused),
         )
     return tokenizer
 

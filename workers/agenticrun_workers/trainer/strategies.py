@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from agenticrun_api import Pipeline
 from agenticrun_api.training import ActorTrain, Critic
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.models.folder import ModelLoadError
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora
-from agenticrun_workers.models.pretrained import ModelLoadError, load_source
+from agenticrun_workers.models.pretrained import load_source
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.trainer.config_translation import loss_temperature, optimizer_spec
@@ -90,7 +91,8 @@ def build_reference(pipeline: Pipeline, source: ModelSource, *, shared: bool) ->
         InvalidConfig: names the field that cannot work.
     """
     arguments = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
-    with _refusing("spec.pipeline.reference.path", OPTIONS):
+    named = pipeline.reference is not None and pipeline.reference.path is not None
+    with _refusing("spec.pipeline.reference.path" if named else "spec.model.path", OPTIONS):
         return ReferencePolicy(
             partial(load_source, source), options=_options(pipeline, shared), **arguments
         )
@@ -107,9 +109,10 @@ def build_critic(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> Cr
     """
     assert pipeline.critic is not None, "gae has a critic"
     optimizer = optimizer_spec(pipeline, pipeline.critic.training)
-    with _refusing("spec.pipeline.critic.path", OPTIONS):
+    named = pipeline.critic.path is not None
+    with _refusing("spec.pipeline.critic.path" if named else "spec.model.path", OPTIONS):
         return CriticTrainer(
-            partial(load_source, source, _masters(source)),
+            partial(load_source, source, _masters(source), output_layer=False),
             optimizer,
             dtype=getattr(torch, source.dtype),
             options=_options(pipeline, shared),

@@ -15,6 +15,12 @@ from agenticrun_api import AgenticRun, Role
 from agenticrun_api.quantities import quantity
 from agenticrun_workers.cli.local_code import PackagingError, find_local_code
 from agenticrun_workers.findings import Finding, failed, ok, warning
+from agenticrun_workers.models.folder import (
+    ModelLoadError,
+    check_config,
+    check_folder,
+    check_weights,
+)
 from agenticrun_workers.reporting.run_folder import gpus
 
 SHM_GIB = 1.0
@@ -178,15 +184,24 @@ def _engine_of(run: AgenticRun) -> Finding:
 
 
 def model_is_reachable(run: AgenticRun) -> Finding:
-    """Return whether the model is a folder here, in the Hub's cache, or on the Hub."""
+    """Return whether the models are whole folders here, in the Hub's cache, or on the Hub."""
     path = run.spec.model.path
     if path is None:
         return ok("made by the run (spec.model.initialize)")
-    if not Path(path).is_dir():
-        return _on_the_hub(path)
-    if (Path(path) / "config.json").exists():
-        return ok(f"folder {path}")
-    return failed(f"folder {path} has no config.json", "name the folder of a Hugging Face model")
+    pipeline = run.spec.pipeline
+    try:
+        for other in (pipeline.reference, pipeline.critic):
+            if other is not None and other.path is not None:
+                name = os.path.expanduser(other.path)
+                check_config(name, trust_remote_code=run.spec.model.trust_remote_code)
+                check_weights(name)
+        path = os.path.expanduser(path)
+        if not Path(path).is_dir():
+            return _on_the_hub(path)
+        check_folder(path, trust_remote_code=run.spec.model.trust_remote_code)
+    except ModelLoadError as error:
+        return failed(str(error), "correct the folder, or its path")
+    return ok(f"folder {path}")
 
 
 def _on_the_hub(path: str) -> Finding:

@@ -44,7 +44,11 @@ class RewardModelJudge:
         device: str = "cpu",
         trust_remote_code: bool = False,
     ) -> None:
+        from safetensors import SafetensorError
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        from agenticrun_workers.models.folder import ModelLoadError
+        from agenticrun_workers.models.pretrained import check_report
 
         check_template(template, "template")
         self._template = template
@@ -55,11 +59,16 @@ class RewardModelJudge:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 path, truncation_side="left", trust_remote_code=trust_remote_code
             )
-            model: Any = AutoModelForSequenceClassification.from_pretrained(
-                path, trust_remote_code=trust_remote_code
+            model: Any
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                path,
+                trust_remote_code=trust_remote_code,
+                ignore_mismatched_sizes=True,  # they are in the report, which names them
+                output_loading_info=True,
             )
+            check_report(path, report)
             self._model = model.to(device).eval()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError, ModelLoadError) as error:
             raise ValueError(
                 f"{path} cannot be loaded as a sequence classifier: {error}"
             ) from error

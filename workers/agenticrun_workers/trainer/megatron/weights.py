@@ -15,7 +15,8 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from agenticrun_workers.models.pretrained import ModelLoadError
+from agenticrun_workers.models.folder import ModelLoadError, check_weights
+from agenticrun_workers.models.pretrained import check_finite
 from agenticrun_workers.trainer.megatron.architecture import Architecture, vocabulary_rows
 from agenticrun_workers.trainer.megatron.model import MegatronModel
 from agenticrun_workers.trainer.megatron.parallel import Place
@@ -303,6 +304,7 @@ class _Safetensors:
     """The tensors of a model folder."""
 
     def __init__(self, path: str, stack: ExitStack) -> None:
+        check_weights(path)
         folder = Path(path)
         if not folder.is_dir():
             folder = Path(
@@ -333,7 +335,7 @@ class _Safetensors:
             ModelLoadError: the file has no tensor of this name and shape.
         """
         if piece.name not in self._files:
-            raise ModelLoadError(f"{self._path} lacks the weight {piece.name}")
+            raise ModelLoadError(f"{self._path} lacks the weight {piece.name}: download it again")
         stored = self._files[piece.name].get_slice(piece.name)
         if tuple(stored.get_shape()) != piece.shape:
             raise ModelLoadError(
@@ -341,6 +343,7 @@ class _Safetensors:
                 f"wants {list(piece.shape)}"
             )
         part: Tensor = stored[piece.slices()]
+        check_finite(self._path, piece.name, part)
         return part
 
 
