@@ -54,6 +54,7 @@ from aiohttp import web
 from record import write_record
 
 from agenticrun_api import Role, load_run
+from agenticrun_api.challenge import prove
 from agenticrun_api.names import DASHBOARD_PORT
 from agenticrun_operator.cluster import (
     Conflict,
@@ -69,7 +70,7 @@ from agenticrun_operator.workqueue import Item
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))
 from fleet import Fleet, own_time
-from operator_world import NAME, NAMESPACE, Operator, World, copied
+from operator_world import KEY, NAME, NAMESPACE, Operator, World, copied
 
 EXAMPLE = Path(__file__).parents[1] / "examples/gpu/eight-plus-eight.yaml"
 APISERVER = ("get ", "list ", "create ", "delete ", "write status", "post event")
@@ -96,6 +97,10 @@ class CountingWorld(World):
         """Apply the example with these changes."""
         self.apply_run(*spec_of_the_example(), *changes)
         return Operator(self)
+
+    def seconds(self) -> float:
+        """The clock of the world."""
+        return self.now.timestamp()
 
     def let_watches_catch_up(self) -> None:
         began = time.process_time()
@@ -133,11 +138,26 @@ class WorldTransport:
     def __init__(self, world: CountingWorld):
         self.world = world
 
-    async def request(self, *arguments: Any, **_: Any) -> Response:
+    async def request(self, *arguments: Any, **options: Any) -> Response:
         began = time.process_time()
-        content = _answer(self.world, port=arguments[2])
+        if arguments[3] == "/challenge":
+            content = Response(200, _proof(_secrets(self.world), options["body"]["nonce"]))
+        else:
+            content = _answer(self.world, port=arguments[2])
         self.world.fake_seconds += time.process_time() - began
         return content
+
+
+def _secrets(world: World) -> tuple[str, str, str]:
+    """Return what the reporter proves itself with: its token, its pod's uid and IP."""
+    (head,) = world.pods(Role.DRIVER)
+    token = KEY.reporter_token(world.run["metadata"]["uid"])
+    return token, head["metadata"]["uid"], head["status"]["podIP"]
+
+
+def _proof(secrets: tuple[str, str, str], nonce: str) -> bytes:
+    token, uid, ip = secrets
+    return json.dumps({"proof": prove(token, nonce, uid, ip)}).encode()
 
 
 def _answer(world: World, port: int) -> Response:
@@ -158,7 +178,7 @@ class BytesHead(RunHead):
     """The real client of heads; submissions go to the world."""
 
     def __init__(self, world: CountingWorld, transport: HeadTransport):
-        super().__init__(transport)
+        super().__init__(transport, world.seconds)
         self.world = world
 
     async def submit(self, head: HeadAddress, *arguments: Any) -> None:
@@ -273,8 +293,13 @@ async def measure_waits(figures: dict[str, float]) -> None:
 # -- with HTTP -------------------------------------------------------------------------------------
 
 
-def serve_head(answers: tuple[bytes, bytes], ports: Connection) -> None:
+def serve_head(
+    answers: tuple[bytes, bytes], secrets: tuple[str, str, str], ports: Connection
+) -> None:
     """Serve a head's job API and reporter until killed."""
+
+    async def challenge(request: web.Request) -> web.Response:
+        return web.Response(body=_proof(secrets, (await request.json())["nonce"]))
 
     async def serve() -> None:
         numbers = []
@@ -284,6 +309,7 @@ def serve_head(answers: tuple[bytes, bytes], ports: Connection) -> None:
                 return web.Response(body=content, content_type="application/json")
 
             app = web.Application()
+            app.router.add_post("/challenge", challenge)
             app.router.add_route("*", "/{path:.*}", handle)
             runner = web.AppRunner(app, access_log=None)
             await runner.setup()
@@ -320,12 +346,13 @@ async def measure_http(figures: dict[str, float], seconds: float, rounds: int) -
     answers = (_answer(world, DASHBOARD_PORT).body, _answer(world, 0).body)
     receiving, sending = multiprocessing.Pipe(duplex=False)
     spawn = multiprocessing.get_context("spawn")
-    head = spawn.Process(target=serve_head, args=(answers, sending), daemon=True)
+    head = spawn.Process(target=serve_head, args=(answers, _secrets(world), sending), daemon=True)
     head.start()
     try:
         ports = receiving.recv()
         async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
-            operator.use_head(RunHead(LocalTransport(session, ports)))
+            local = LocalTransport(session, ports)
+            operator.use_head(RunHead(local, world.seconds))
             await follow(world, operator, 60)
             costs = []
             for _ in range(rounds):

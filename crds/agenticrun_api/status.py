@@ -122,6 +122,7 @@ class Reason(StrEnum):
     PROGRESS_UNAVAILABLE = "ProgressUnavailable"
     TOKENS_UNKNOWN = "TokensUnknown"
     TOKENS_REFUSED = "TokensRefused"
+    HEAD_UNPROVED = "HeadUnproved"
     DRIVER_SILENT = "DriverSilent"
     NO_PROGRESS = "NoProgress"
     PROGRESSING = "Progressing"

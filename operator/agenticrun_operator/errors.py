@@ -72,3 +72,7 @@ class HeadUnreachable(ClusterError):
 
 class TokenRefused(HeadUnreachable):
     """The head pod answered that the operator's token is wrong."""
+
+
+class HeadUnproved(HeadUnreachable):
+    """A pod answered, and did not prove that it is the head, so it gets no token."""

@@ -40,6 +40,7 @@ from agenticrun_operator.resources import (
     Child,
     Manifest,
     OperatorKey,
+    answers_challenges,
     claim_name,
     code_config_map,
     controller_uid,
@@ -424,7 +425,8 @@ class Observer:
         pod = Observed(pods=objects.pods).head(run.metadata.uid)
         if pod is None or pod.ip is None:
             return None
-        tokens = self._tokens(run, objects.children[Child("RayCluster", run.metadata.name)])
+        cluster = objects.children[Child("RayCluster", run.metadata.name)]
+        tokens = self._tokens(run, cluster)
         if isinstance(tokens, Unreachable):
             return tokens
         ray_token, reporter_token = tokens
@@ -433,6 +435,9 @@ class Observer:
             run.metadata.uid,
             ray_token,
             reporter_token,
+            pod_uid=pod.uid,
+            incarnation=str(pod.incarnation),
+            proves_itself=cluster is None or answers_challenges(cluster),
         )
 
     def _tokens(self, run: AgenticRun, cluster: Manifest | None) -> tuple[str, str] | Unreachable:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from agenticrun_api.names import LABEL_RUN
+from agenticrun_api.names import LABEL_RUN, REPORTER_CONTAINER
 from agenticrun_operator.observed import read_labelled_pod
 from agenticrun_operator.resources import Manifest, is_deleting
 from agenticrun_operator.workqueue import Key
@@ -144,8 +144,8 @@ class WatchedObjects:
 def cluster_summary(cluster: Manifest) -> Manifest:
     """Return a RayCluster without what is only read from the apiserver.
 
-    That is bookkeeping and, of its pods, all but the names and images of their containers. What is
-    written back was read from the apiserver.
+    That is bookkeeping and, of its pods, all but the names and images of their containers and the
+    names of the reporter's variables. What is written back was read from the apiserver.
     """
     metadata, spec = cluster["metadata"], dict(cluster["spec"])
     dropped = ("managedFields", "annotations")
@@ -163,7 +163,16 @@ def _group_summary(group: Manifest) -> Manifest:
         {"name": item.get("name", ""), "image": item.get("image", "")}
         for item in pod.get("containers", ())
     ]
-    return group | {"template": {"spec": {"containers": containers}}}
+    reporters = [
+        {
+            "name": REPORTER_CONTAINER,
+            "env": [{"name": item.get("name", "")} for item in container.get("env") or ()],
+        }
+        for container in pod.get("initContainers", ())
+        if container.get("name") == REPORTER_CONTAINER
+    ]
+    kept = {"containers": containers} | ({"initContainers": reporters} if reporters else {})
+    return group | {"template": {"spec": kept}}
 
 
 def _name(item: Manifest) -> Key:

@@ -13,7 +13,7 @@ import json
 import re
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agenticrun_api import AgenticRunStatus, Outcome, Role
+from agenticrun_api.challenge import prove
 from agenticrun_api.names import DASHBOARD_PORT, KIND, LABEL_ROLE, LABEL_RUN, REPORTER_PORT
 from agenticrun_operator.cluster import (
     AlreadyExists,
@@ -73,6 +74,8 @@ class Fleet:
         """By namespace, then by kind and name."""
         self._answers: dict[str, dict[int, bytes]] = {}
         """Of each head, by its address and port."""
+        self._proofs: dict[str, Callable[[str], str]] = {}
+        """Returns the proof of each head for a nonce, by its address."""
         self._versions = itertools.count(10**6)
         for cache in (self.watched.runs, self.watched.clusters, self.watched.pods):
             cache.resumed(None)
@@ -90,7 +93,10 @@ class Fleet:
         for pod in (objects := own(list(world.objects.values()))):
             if pod["metadata"].get("labels", {}).get(LABEL_ROLE) == Role.DRIVER.value:
                 pod["status"]["podIP"] = address
+                uid = pod["metadata"]["uid"]
         (job,), (report,) = world.live_jobs(), world.reports.values()
+        token = KEY.reporter_token(objects[0]["metadata"]["uid"])
+        self._proofs[address] = lambda nonce: prove(token, nonce, uid, address)
         self._answers[address] = {
             DASHBOARD_PORT: json.dumps(own(job.details())).encode(),
             REPORTER_PORT: json.dumps(
@@ -205,11 +211,15 @@ class Fleet:
         address = writer.get_extra_info("sockname")[0]
         try:
             while True:
-                await reader.readuntil(b"\r\n\r\n")
+                head = await reader.readuntil(b"\r\n\r\n")
                 if address in self.hung:
                     await reader.read()  # until the client gives up
                     return
                 body = self._answers[address][port]
+                if head.startswith(b"POST /challenge "):
+                    length = int(head.lower().partition(b"content-length:")[2].split()[0])
+                    nonce = json.loads(await reader.readexactly(length))["nonce"]
+                    body = json.dumps({"proof": self._proofs[address](nonce)}).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         except (asyncio.IncompleteReadError, ConnectionError):
             return

@@ -23,6 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from agenticrun_api import FinalReport, LiveConfig, Outcome, Progress, Role
+from agenticrun_api.challenge import prove
 from agenticrun_api.load import parse_served
 from agenticrun_api.names import (
     DASHBOARD_PORT,
@@ -85,6 +86,7 @@ class SimulatedHead:
         self._incarnation = f"{pod['metadata']['uid']}/0"
         self._run = parse_served(run)
         self._tokens = tokens
+        self._uid = pod["metadata"]["uid"]
         self._history = history
         self._jobs: dict[str, FakeJob] = {}
         self._driver: asyncio.Task[None] | None = None
@@ -102,6 +104,7 @@ class SimulatedHead:
         ray.router.add_get("/api/v0/logs/file", self._log)
         reporter.router.add_get("/progress", self._progress)
         reporter.router.add_put("/config", self._configure)
+        reporter.router.add_post("/challenge", self._challenge)
         for app, port, key in (
             (ray, DASHBOARD_PORT, "auth_token"),
             (reporter, REPORTER_PORT, "token"),
@@ -131,12 +134,18 @@ class SimulatedHead:
     def _authorized(token: str) -> Callable[..., Awaitable[web.StreamResponse]]:
         @web.middleware
         async def check(request: web.Request, handler: Any) -> web.StreamResponse:
-            if request.headers.get(TOKEN_HEADER) != f"Bearer {token}":
+            given = request.headers.get(TOKEN_HEADER)
+            if given != f"Bearer {token}" and request.path != "/challenge":
                 return web.Response(status=401)
             answer: web.StreamResponse = await handler(request)
             return answer
 
         return check
+
+    async def _challenge(self, request: web.Request) -> web.Response:
+        nonce = (await request.json())["nonce"]
+        proof = prove(self._tokens["token"], nonce, self._uid, self.ip)
+        return web.json_response({"proof": proof})
 
     async def _get_job(self, request: web.Request) -> web.Response:
         job = self._jobs.get(request.match_info["id"])

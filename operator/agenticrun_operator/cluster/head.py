@@ -1,17 +1,26 @@
-"""Client of a run's head pod: Ray's job API and the reporter. All answers are untrusted input."""
+"""Client of a run's head pod: Ray's job API and the reporter. All answers are untrusted input.
+
+Tokens go only to a head that has proved itself a moment ago (`agenticrun_api.challenge`): the
+address of a pod that has ended may belong to another pod before the watches report it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hmac
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agenticrun_api import LiveConfig, Progress, Reason
 from agenticrun_api.base import CLEAN, clean_text, one_line
+from agenticrun_api.challenge import Challenge, Proof, prove
 from agenticrun_api.names import (
     DASHBOARD_PORT,
     DRIVER_COMMAND,
@@ -22,9 +31,10 @@ from agenticrun_api.names import (
     TOKEN_HEADER,
 )
 from agenticrun_api.progress import MAX_PROGRESS_BYTES
+from agenticrun_api.version import __version__
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import TIMEOUT_SECONDS, HeadTransport, PodAddress
-from agenticrun_operator.errors import HeadUnreachable, TokenRefused
+from agenticrun_operator.errors import HeadUnproved, HeadUnreachable, TokenRefused
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
 REPORTER_SECONDS = 4.0
@@ -32,6 +42,12 @@ REPORTER_SECONDS = 4.0
 RAY_SECONDS = 8.0
 """Timeout of a question to Ray's dashboard, which may be busy. The status shows within 10 s that a
 head is silent."""
+PROOF_SECONDS = 30.0
+"""Time for which a proof holds, unless the head fails to answer before. It costs one request."""
+SHARED_SECONDS = 1.0
+"""Time for which a head that has not proved itself is not challenged again: both of its parts are
+asked at the same time."""
+MAX_PROOF_BYTES = 4096
 MAX_JOB_BYTES = 1024 * 1024
 MAX_LOG_BYTES = 1024 * 1024
 LOG_LINES = 80
@@ -48,6 +64,28 @@ class HeadAddress:
     run_uid: str
     ray_token: str
     reporter_token: str
+    pod_uid: str
+    incarnation: str
+    """The newest start of the pod's Ray container."""
+    proves_itself: bool = True
+    """False for a head whose reporter cannot answer a challenge, because an earlier version of the
+    operator made its RayCluster."""
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """What a proof holds for: one start of one pod at one address."""
+        return self.pod_uid, self.pod.ip, self.incarnation
+
+
+@dataclass
+class _ProvedHead:
+    """The last challenge of a head."""
+
+    holds_until: float = 0.0
+    refusal: HeadUnreachable | None = None
+    """Set if it has not proved itself."""
+    refused_at: float = 0.0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class _RayJob(BaseModel):
@@ -65,8 +103,11 @@ class _RayJob(BaseModel):
 class RunHead:
     """Implements `protocols.Head` over a transport."""
 
-    def __init__(self, transport: HeadTransport):
+    def __init__(self, transport: HeadTransport, clock: Callable[[], float] = time.monotonic):
         self._transport = transport
+        self._clock = clock
+        self._proved: dict[tuple[str, str, str], _ProvedHead] = {}
+        """By identity. The one that was asked last is the last one."""
 
     async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
         try:
@@ -76,6 +117,8 @@ class RunHead:
             found = _RayJob.model_validate(_json(_ok(answer, "the job API")))
         except TokenRefused as error:
             return Unreachable(str(error), Reason.TOKENS_REFUSED)
+        except HeadUnproved as error:
+            return Unreachable(str(error), Reason.HEAD_UNPROVED)
         except (HeadUnreachable, ValidationError) as error:
             return Unreachable(f"Ray's job API: {_brief(error)}")
         ended_badly = found.status in ("FAILED", "STOPPED")
@@ -137,6 +180,8 @@ class RunHead:
             return Progress.model_validate_json(snapshot, strict=True, extra="ignore")
         except TokenRefused as error:
             return Unreachable(str(error), Reason.TOKENS_REFUSED)
+        except HeadUnproved as error:
+            return Unreachable(str(error), Reason.HEAD_UNPROVED)
         except (HeadUnreachable, ValidationError) as error:
             return Unreachable(_brief(error))
 
@@ -156,19 +201,15 @@ class RunHead:
     async def _reporter(
         self, head: HeadAddress, method: str, path: str, body: Any = None
     ) -> Response:
-        headers = {TOKEN_HEADER: f"Bearer {head.reporter_token}"}
-        answer = await self._transport.request(
+        timeout = REPORTER_SECONDS if method == "GET" else TIMEOUT_SECONDS
+        return await self._request(
+            (head, "the reporter", head.reporter_token, REPORTER_PORT),
             method,
-            head.pod,
-            REPORTER_PORT,
             path,
-            headers=headers,
             body=body,
             limit=MAX_PROGRESS_BYTES,
-            timeout=REPORTER_SECONDS if method == "GET" else TIMEOUT_SECONDS,
+            timeout=timeout,
         )
-        _check_token(answer, "the reporter", head)
-        return answer
 
     async def _ray(
         self,
@@ -178,26 +219,102 @@ class RunHead:
         body: Any = None,
         limit: int = MAX_JOB_BYTES,
     ) -> Response:
-        headers = {TOKEN_HEADER: f"Bearer {head.ray_token}"}
-        answer = await self._transport.request(
+        timeout = RAY_SECONDS if method == "GET" else TIMEOUT_SECONDS
+        return await self._request(
+            (head, "Ray", head.ray_token, DASHBOARD_PORT),
             method,
-            head.pod,
-            DASHBOARD_PORT,
             path,
-            headers=headers,
             body=body,
             limit=limit,
-            timeout=RAY_SECONDS if method == "GET" else TIMEOUT_SECONDS,
+            timeout=timeout,
         )
-        _check_token(answer, "Ray", head)
+
+    async def _request(
+        self, to: tuple[HeadAddress, str, str, int], method: str, path: str, **arguments: Any
+    ) -> Response:
+        """Send a request with a token to a part of a head that has proved itself."""
+        head, who, token, port = to
+        if head.proves_itself:
+            await self._require_proof(head)
+        headers = {TOKEN_HEADER: f"Bearer {token}"}
+        try:
+            answer = await self._transport.request(
+                method, head.pod, port, path, headers=headers, **arguments
+            )
+        except HeadUnreachable:
+            self._proved.pop(head.identity, None)  # the next one there may be another pod
+            raise
+        if answer.status in (401, 403):
+            raise TokenRefused(
+                f"{who} in pod {head.pod.name} refuses the operator's token "
+                f"(status {answer.status})"
+            )
         return answer
 
+    async def _require_proof(self, head: HeadAddress) -> None:
+        """Challenge the head, unless its last proof still holds.
 
-def _check_token(answer: Response, who: str, head: HeadAddress) -> None:
-    if answer.status in (401, 403):
-        raise TokenRefused(
-            f"{who} in pod {head.pod.name} refuses the operator's token (status {answer.status})"
+        Raises:
+            HeadUnproved: it does not know how.
+            TokenRefused: its proof is wrong.
+            HeadUnreachable: there is no answer.
+        """
+        known = self._proved.pop(head.identity, None) or _ProvedHead()
+        self._proved[head.identity] = known
+        async with known.lock:
+            now = self._clock()
+            if now < known.holds_until:
+                return
+            if not known.refusal or now >= known.refused_at + SHARED_SECONDS:
+                self._drop_old(now)
+                try:
+                    await self._challenge(head)
+                except HeadUnreachable as error:
+                    known.refusal, known.refused_at = error, self._clock()
+                else:
+                    known.refusal, known.holds_until = None, now + PROOF_SECONDS
+            if known.refusal:
+                raise type(known.refusal)(*known.refusal.args)
+
+    async def _challenge(self, head: HeadAddress) -> None:
+        challenge = Challenge(nonce=secrets.token_hex(32))
+        answer = await self._transport.request(
+            "POST",
+            head.pod,
+            REPORTER_PORT,
+            "/challenge",
+            headers={},
+            body=challenge.to_dict(),
+            limit=MAX_PROOF_BYTES,
+            timeout=REPORTER_SECONDS,
         )
+        if answer.status >= 500:
+            raise HeadUnreachable(f"the reporter answers with status {answer.status}")
+        if answer.status != 200:
+            raise HeadUnproved(
+                f"the reporter in pod {head.pod.name} does not know how to prove that it is the "
+                f"head (status {answer.status}), so it gets no token: the worker image must be of "
+                f"version {__version__}"
+            )
+        wanted = prove(head.reporter_token, challenge.nonce, head.pod_uid, head.pod.ip)
+        try:
+            given = Proof.model_validate_json(answer.body).proof
+        except ValidationError:
+            given = ""
+        if not hmac.compare_digest(given, wanted):
+            raise TokenRefused(
+                f"what answers for pod {head.pod.name} does not have the operator's token: it has "
+                "another one, or is another pod"
+            )
+
+    def _drop_old(self, now: float) -> None:
+        """Forget heads that were not asked for a long time, the oldest first."""
+        while self._proved:
+            identity, known = next(iter(self._proved.items()))
+            newest = max(known.holds_until, known.refused_at)
+            if known.lock.locked() or now < newest + PROOF_SECONDS:
+                return
+            del self._proved[identity]
 
 
 def _ok(answer: Response, who: str) -> bytes:

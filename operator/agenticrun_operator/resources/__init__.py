@@ -29,6 +29,7 @@ from agenticrun_operator.resources.metadata import (
     run_labels,
 )
 from agenticrun_operator.resources.raycluster import (
+    answers_challenges,
     changes_by_others,
     editor_of,
     images_in,
@@ -55,6 +56,7 @@ __all__ = [
     "Manifest",
     "OperatorKey",
     "WorkerImages",
+    "answers_challenges",
     "changes_by_others",
     "checkpoint_claim_name",
     "claim_name",

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import (
+    ENV_POD_IP,
+    ENV_POD_UID,
     ENV_RAY_TOKEN,
     HUB_CACHE_DIR,
     LABEL_SAVES,
@@ -66,9 +68,7 @@ def head_pod(run: AgenticRun, context: PodContext, ports: dict[str, int]) -> Man
     The reporter is a native sidecar, so it keeps running when an attempt of the driver ends.
     """
     pod = _pod(run, Role.DRIVER, context, ports)
-    pod["containers"][0]["env"].insert(
-        0, {"name": POD_IP_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-    )
+    pod["containers"][0]["env"].insert(0, _field(POD_IP_VARIABLE, "status.podIP"))
     settings = run.spec.roles.driver
     pod.setdefault("initContainers", []).append(
         {
@@ -77,7 +77,12 @@ def head_pod(run: AgenticRun, context: PodContext, ports: dict[str, int]) -> Man
             "imagePullPolicy": run.spec.image_pull_policy,
             "restartPolicy": "Always",
             "command": list(REPORTER_COMMAND),
-            "env": [*settings.env, _ray_token(context.tokens)],
+            "env": [
+                *settings.env,
+                _ray_token(context.tokens),
+                _field(ENV_POD_UID, "metadata.uid"),
+                _field(ENV_POD_IP, "status.podIP"),
+            ],
             "readinessProbe": {
                 "httpGet": {"path": "/healthz", "port": REPORTER_PORT},
                 "periodSeconds": 1,
@@ -93,6 +98,11 @@ def head_pod(run: AgenticRun, context: PodContext, ports: dict[str, int]) -> Man
         }
     )
     return _template(run, Role.DRIVER, pod)
+
+
+def _field(name: str, path: str) -> Manifest:
+    """Return a variable with a field of the pod."""
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _ray_token(tokens: str) -> Manifest:

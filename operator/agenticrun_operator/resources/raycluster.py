@@ -7,7 +7,13 @@ import json
 from collections.abc import Collection, Mapping
 
 from agenticrun_api import AgenticRun, Role
-from agenticrun_api.names import DASHBOARD_PORT, GROUP, REPORTER_PORT
+from agenticrun_api.names import (
+    DASHBOARD_PORT,
+    ENV_POD_UID,
+    GROUP,
+    REPORTER_CONTAINER,
+    REPORTER_PORT,
+)
 from agenticrun_api.quantities import whole_number
 from agenticrun_api.roles import ELASTIC
 from agenticrun_operator.resources.images import WorkerImages
@@ -93,6 +99,20 @@ def images_in(cluster: Manifest) -> dict[str, str]:
         role: group["template"]["spec"]["containers"][0].get("image", "")
         for role, group in groups.items()
     }
+
+
+def answers_challenges(cluster: Manifest) -> bool:
+    """Return True if the reporter in the head of a RayCluster can prove which pod it is in.
+
+    It cannot in a RayCluster that an operator of version 0.1 made.
+    """
+    pod = cluster["spec"]["headGroupSpec"].get("template", {}).get("spec", {})
+    return any(
+        variable.get("name") == ENV_POD_UID
+        for container in pod.get("initContainers", ())
+        if container.get("name") == REPORTER_CONTAINER
+        for variable in container.get("env") or ()
+    )
 
 
 def replicas_in(cluster: Manifest) -> dict[str, int]:

@@ -25,8 +25,15 @@ from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
 HEAD = HeadAddress(
-    PodAddress("team", "lake-head", "127.0.0.1"), "run-uid", "ray-token", "reporter-token"
+    PodAddress("team", "lake-head", "127.0.0.1"),
+    "run-uid",
+    "ray-token",
+    "reporter-token",
+    "head-uid",
+    "head-uid/0",
+    proves_itself=False,
 )
+"""A head that an earlier version has made: test_challenge.py has those that prove themselves."""
 PROGRESS: dict[str, Any] = {
     "runUid": "run-uid",
     "submissionId": "lake-1",

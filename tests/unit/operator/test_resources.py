@@ -314,7 +314,12 @@ def test_head_and_savers_let_the_driver_save_before_they_go_and_others_go_at_onc
         {
             "name": "RAY_AUTH_TOKEN",
             "valueFrom": {"secretKeyRef": {"name": TOKENS, "key": "auth_token"}},
-        }
+        },
+        {
+            "name": "AGENTICRUN_POD_UID",
+            "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}},
+        },
+        {"name": "AGENTICRUN_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
     ]
 
 

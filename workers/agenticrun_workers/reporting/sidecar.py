@@ -2,8 +2,8 @@
 
 The driver posts snapshots to it on localhost; each answer holds the pending commands. The operator
 reads the snapshots, requests a stop or a checkpoint, and sends changed settings. A head or trainer
-pod that is being removed requests a stop, too (`leave`). Every path but the probe needs the
-reporter's token; `/leave` takes Ray's token, which all Ray containers of the run have.
+pod that is being removed requests a stop, too (`leave`). Every path but the probe and the challenge
+needs the reporter's token; `/leave` takes Ray's token, which all Ray containers of the run have.
 
 Run it with `python -m agenticrun_workers.reporting.sidecar`.
 """
@@ -24,8 +24,11 @@ from pydantic import ValidationError
 
 from agenticrun_api import Commands, LiveConfig, Progress
 from agenticrun_api.base import Model
+from agenticrun_api.challenge import Challenge, Proof, prove
 from agenticrun_api.names import (
     DRIVER_HEADER,
+    ENV_POD_IP,
+    ENV_POD_UID,
     ENV_RAY_TOKEN,
     REPORTER_PORT,
     REPORTER_TOKEN_FILE,
@@ -40,6 +43,7 @@ LOST_SECONDS = 3.0
 """A driver without a connection is dead after this time. It posts every second."""
 FROZEN_SECONDS = 60.0
 """A driver with a connection that posts nothing for this long is frozen, and saves nothing."""
+_WITHOUT_TOKEN = ("/healthz", "/challenge")
 STATE_FILE = Path(WORK_DIR) / "reporter" / "state.json"
 
 
@@ -52,7 +56,11 @@ class Reporter:
         file: StateFile,
         clock: Callable[[], float] = time.monotonic,
         ray_token: str = "",
+        pod_uid: str = "",
+        pod_ip: str = "",
     ) -> None:
+        self._token = token
+        self._pod = pod_uid, pod_ip
         self._bearer = f"Bearer {token}".encode()
         self._ray_bearer = f"Bearer {ray_token}".encode() if ray_token else self._bearer
         self._file = file
@@ -74,6 +82,7 @@ class Reporter:
         app.add_routes(
             [
                 web.get("/healthz", self._healthz),
+                web.post("/challenge", self._challenge),
                 web.get("/progress", self._get_progress),
                 web.post("/progress", self._post_progress),
                 web.get("/metrics", self._metrics),
@@ -91,12 +100,22 @@ class Reporter:
     ) -> web.StreamResponse:
         given = request.headers.get(TOKEN_HEADER, "").encode(errors="replace")
         allowed = self._ray_bearer if request.path == "/leave" else self._bearer
-        if request.path != "/healthz" and not hmac.compare_digest(given, allowed):
+        if request.path not in _WITHOUT_TOKEN and not hmac.compare_digest(given, allowed):
             raise web.HTTPUnauthorized(text=f"{TOKEN_HEADER}: Bearer <token> is missing or wrong")
         return await handler(request)
 
     async def _healthz(self, _: web.Request) -> web.Response:
         return web.Response(text="ok")
+
+    async def _challenge(self, request: web.Request) -> web.Response:
+        """Prove to the operator, before it sends a token, that this pod is the head."""
+        try:
+            nonce = Challenge.model_validate_json(await request.read()).nonce
+        except ValidationError as error:
+            raise web.HTTPUnprocessableEntity(text=str(error)) from error
+        if not all(self._pod):
+            raise web.HTTPServiceUnavailable(text=f"{ENV_POD_UID} or {ENV_POD_IP} is not set")
+        return _json(Proof(proof=prove(self._token, nonce, *self._pod)))
 
     async def _get_progress(self, _: web.Request) -> web.Response:
         progress = self._state.progress
@@ -215,7 +234,13 @@ def main() -> None:
         raise SystemExit("the token file of the reporter is empty")
     file = StateFile(Path(os.environ.get("AGENTICRUN_REPORTER_STATE_FILE", STATE_FILE)))
     port = int(os.environ.get("AGENTICRUN_REPORTER_PORT", REPORTER_PORT))
-    reporter = Reporter(token, file, ray_token=os.environ.get(ENV_RAY_TOKEN, ""))
+    reporter = Reporter(
+        token,
+        file,
+        ray_token=os.environ.get(ENV_RAY_TOKEN, ""),
+        pod_uid=os.environ.get(ENV_POD_UID, ""),
+        pod_ip=os.environ.get(ENV_POD_IP, ""),
+    )
     web.run_app(reporter.app(), port=port, access_log=None, print=None)
 
 
