@@ -59,6 +59,10 @@ class Unanswered(KubeUnavailable):
     """The apiserver has not answered in time. The request may still be carried out."""
 
 
+class AnswerTooLong(KubeUnavailable):
+    """The answer is longer than the request allows. The rest was not read."""
+
+
 class WatchBroken(KubeUnavailable):
     """The watch cannot begin, its connection broke, or it fell silent.
 

@@ -371,8 +371,9 @@ class Observer:
         return age.total_seconds() >= PREPARING_SECONDS
 
     async def _read_problem(self, namespace: str, pod: Pod) -> Problem | None:
-        denied = self._events_denied.get(namespace)
+        denied = self._events_denied.pop(namespace, None)
         if denied and (self._clock() - denied).total_seconds() < DENIED_SECONDS:
+            self._events_denied[namespace] = denied
             return None
         try:
             return problem_of_warnings(await self._kube.list_pod_warnings(namespace, pod.uid))

@@ -26,6 +26,7 @@ from agenticrun_api.base import clean_text
 from agenticrun_api.names import API_VERSION, GROUP, KIND, LABEL_RUN, PLURAL, VERSION
 from agenticrun_operator.errors import (
     AlreadyExists,
+    AnswerTooLong,
     ClusterError,
     Conflict,
     Denied,
@@ -153,6 +154,7 @@ class KubeClient:
         body: Any = None,
         headers: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT_SECONDS,
+        limit: int | None = None,
     ) -> Response:
         """Send one request and return the response with any status.
 
@@ -163,8 +165,10 @@ class KubeClient:
             body: sent as JSON, in UTF-8.
             headers: more headers.
             timeout: the limit in seconds.
+            limit: the longest body, in bytes; None: any, because the apiserver sends it itself.
 
         Raises:
+            AnswerTooLong: the body is longer than `limit`.
             Unanswered: the apiserver did not answer in time.
             KubeUnavailable: the connection cannot be made, or broke.
         """
@@ -185,7 +189,9 @@ class KubeClient:
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
         try:
             response = await self._api.call_api(*serialized, _request_timeout=limits)
-            content = await response.read()
+            content = (
+                await response.read() if limit is None else await _read(response.response, limit)
+            )
         except (TimeoutError, aiohttp.ClientError) as error:
             API_REQUESTS.labels(method=method, status="none").inc()
             failure = Unanswered if isinstance(error, TimeoutError) else KubeUnavailable
@@ -446,6 +452,21 @@ def utf8_json(body: Any) -> bytes:
 def _write_seconds(kind: str) -> float:
     """Return the limit of a write. A renewal of a Lease that takes long is of no use."""
     return TIMEOUT_SECONDS if kind == "Lease" else ADMISSION_SECONDS
+
+
+async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """Return the body of a response.
+
+    Raises:
+        AnswerTooLong: it has more than `limit` bytes. The connection is closed.
+    """
+    content = bytearray()
+    async for chunk in response.content.iter_chunked(65_536):
+        content += chunk
+        if len(content) > limit:
+            response.close()
+            raise AnswerTooLong(f"the answer has more than {limit} bytes")
+    return bytes(content)
 
 
 def object_path(kind: str, namespace: str | None, name: str | None = None) -> str:

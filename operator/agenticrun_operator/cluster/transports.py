@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from agenticrun_operator.cluster.kube import KubeClient, Response
-from agenticrun_operator.errors import HeadUnreachable, KubeUnavailable
+from agenticrun_operator.errors import AnswerTooLong, HeadUnreachable, KubeUnavailable
 
 TIMEOUT_SECONDS = 10.0
 """Timeout of a whole request."""
@@ -124,8 +124,12 @@ class ProxyTransport:
         proxied = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}:{port}/proxy{path}"
         try:
             answer = await self._kube.raw(
-                method, proxied, headers=headers, body=body, timeout=timeout
+                method, proxied, headers=headers, body=body, timeout=timeout, limit=limit
             )
+        except AnswerTooLong as error:
+            raise HeadUnreachable(
+                f"{path} of pod {pod.name} answers more than {limit} bytes"
+            ) from error
         except KubeUnavailable as error:
             raise HeadUnreachable(f"pod {pod.name}, port {port}: {error}") from error
         if answer.status in (401, 403) and b'"kind":"Status"' in answer.body:
@@ -135,6 +139,4 @@ class ProxyTransport:
             )
         if answer.status == 503:
             raise HeadUnreachable(f"pod {pod.name}, port {port}: the apiserver cannot reach it")
-        if len(answer.body) > limit:
-            raise HeadUnreachable(f"{path} of pod {pod.name} answers more than {limit} bytes")
         return answer
