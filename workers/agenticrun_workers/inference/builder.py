@@ -89,8 +89,14 @@ def transformers_engine(pipeline: Pipeline, source: ModelSource, folder: str) ->
         from agenticrun_workers.inference.transformers.engine import TransformersEngine
         from agenticrun_workers.models.pretrained import load_model
 
+    # The cache supplies the masks of these two. Kernels for flash attention take none.
+    attention = "eager" if source.attn_implementation == "eager" else "sdpa"
     load = partial(
-        load_model, folder, getattr(torch, source.dtype), trust_remote_code=source.trust_remote_code
+        load_model,
+        folder,
+        getattr(torch, source.dtype),
+        attn_implementation=attention,
+        trust_remote_code=source.trust_remote_code,
     )
     return TransformersEngine(
         load,
