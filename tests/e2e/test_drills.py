@@ -53,6 +53,19 @@ class Drill:
     place: Fault = field(default=lambda _: nullcontext())
     """Surroundings that are there before the run begins."""
     spec: dict[str, Any] = field(default_factory=dict)
+    save_steps: int = 1
+    """With more than the steps of the run, only what the driver saves on request is kept."""
+    step_seconds: float = 1.0
+    """Shortest time of a step."""
+    grace: int | None = 5
+    """Grace period of the pods in seconds; None: the default."""
+    env_pods: int = 1
+    cpu_limit: str = ""
+    """Of the pods of all roles."""
+    disruptions: int | None = None
+    """What the status must count at the end, beside 0 restarts."""
+    shows: str = ""
+    """Text that the status must have had in a message."""
     known: str = ""
     """A defect of today's product: the drill is expected to fail."""
 
@@ -61,15 +74,116 @@ class Drill:
         return "-".join("".join(c if c.isalnum() else " " for c in self.name.lower()).split())
 
 
+_SAVED_ON_REQUEST: dict[str, Any] = {"save_steps": 50, "grace": None, "steps": 25}
+"""A run that saves only when a pod is about to go."""
+
 DRILLS = (
     Drill("driver killed", faults.driver_killed),
     Drill("driver frozen", faults.driver_frozen, lasts=80, says="Training Unknown DriverSilent"),
     Drill("reporter frozen", faults.reporter_frozen, lasts=40, steps=60),
-    Drill("head pod deleted", faults.pod_deleted(Role.DRIVER)),
-    Drill("trainer pod deleted", faults.pod_deleted(Role.TRAINER)),
-    Drill("inference pod deleted", faults.pod_deleted(Role.INFERENCE), steps=20),
-    Drill("env pod deleted", faults.pod_deleted(Role.ENV), steps=20),
-    Drill("RayCluster deleted", faults.ray_cluster_deleted),
+    Drill("head pod deleted", faults.pod_deleted(Role.DRIVER), disruptions=1),
+    Drill("trainer pod deleted", faults.pod_deleted(Role.TRAINER), disruptions=1),
+    Drill("inference pod deleted", faults.pod_deleted(Role.INFERENCE), steps=20, disruptions=0),
+    Drill("env pod deleted", faults.pod_deleted(Role.ENV), steps=20, disruptions=0),
+    Drill(
+        "head pod evicted, saveSteps 50",
+        faults.evicted(Role.DRIVER),
+        **_SAVED_ON_REQUEST,
+        disruptions=1,
+        says="Training False Disrupted",
+    ),
+    Drill(
+        "trainer pod evicted, saveSteps 50",
+        faults.evicted(Role.TRAINER),
+        **_SAVED_ON_REQUEST,
+        disruptions=1,
+        says="Training False Disrupted",
+    ),
+    Drill(
+        "inference pod evicted, saveSteps 50",
+        faults.evicted(Role.INFERENCE),
+        **_SAVED_ON_REQUEST,
+        disruptions=0,
+    ),
+    Drill(
+        "env pod evicted, saveSteps 50",
+        faults.evicted(Role.ENV),
+        **_SAVED_ON_REQUEST,
+        disruptions=0,
+    ),
+    Drill(
+        "head pod evicted four times, steps of 20 s",
+        faults.evicted(Role.DRIVER, times=4),
+        **_SAVED_ON_REQUEST | {"steps": 12, "step_seconds": 20.0},
+        disruptions=4,
+    ),
+    Drill("RayCluster deleted", faults.ray_cluster_deleted, disruptions=1),
+    Drill(
+        "RayCluster suspended by another controller",
+        faults.ray_cluster_suspended,
+        lasts=MINUTES,
+        **_SAVED_ON_REQUEST,
+        says="Suspended True ClusterSuspended",
+    ),
+    Drill(
+        "RayCluster's env group edited",
+        faults.ray_cluster_edited,
+        steps=20,
+        trains_on=True,
+        disruptions=0,
+    ),
+    Drill(
+        "phase Failed written into the status",
+        faults.phase_written,
+        untouched=True,
+        disruptions=0,
+    ),
+    Drill(
+        "webhook answers 500, RayCluster deleted",
+        faults.webhook_called,
+        lasts=30,
+        place=faults.webhook_server(code=500),
+        says="ClusterProvisioned False WebhookUnavailable",
+        disruptions=1,
+    ),
+    Drill(
+        "webhook takes 8 s, RayCluster deleted",
+        faults.webhook_called,
+        lasts=60,
+        place=faults.webhook_server(seconds=8),
+        disruptions=1,
+    ),
+    Drill(
+        "webhook denies with an emoji, RayCluster deleted",
+        faults.webhook_called,
+        lasts=30,
+        place=faults.webhook_server(denial=faults.EMOJI),
+        says="ClusterProvisioned False Denied",
+        shows=faults.EMOJI,
+        disruptions=1,
+    ),
+    Drill("emoji in an exception", faults.exception_raised, shows=faults.EMOJI),
+    Drill(
+        "checkpoint claim deleted, then suspended",
+        faults.claim_deleted_and_suspended,
+        lasts=40,
+        steps=60,
+        untouched=True,
+        says="ClusterProvisioned False CheckpointsLost",
+    ),
+    Drill(
+        "env pod of two not placed at a restart",
+        faults.env_pod_not_placed,
+        steps=30,
+        env_pods=2,
+    ),
+    Drill(
+        "quota on limits.cpu",
+        faults.nothing,
+        place=faults.limits_quota,
+        cpu_limit="2",
+        untouched=True,
+    ),
     Drill("ConfigMap and Secrets deleted", faults.mounted_objects_deleted, lasts=25, steps=30),
     Drill("ConfigMap, Secrets and head pod deleted", faults.mounted_objects_and_head_deleted),
     Drill("driver exits with 0 early", faults.exit_zero),
@@ -187,18 +301,25 @@ def test_a_drill(drill: Drill, runs: Cluster, operator: Operator, images: Images
 
 
 def _paced_run(name: str, drill: Drill) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A small run with a checkpoint after each step, and the ConfigMap of its code."""
+    """A small run, usually with a checkpoint after each step, and the ConfigMap of its code."""
     spec: dict[str, Any] = {
         "checkpoint": {"uri": "/checkpoints", "volumeClaim": {"size": "1Gi", "retain": False}},
         "failurePolicy": {"backoffSeconds": 1},
     } | drill.spec
-    document = small_lake(name, max_steps=drill.steps, save_steps=1, **spec)
+    document = small_lake(name, max_steps=drill.steps, save_steps=drill.save_steps, **spec)
+    roles = document["spec"]["roles"]
+    for role in roles.values():
+        role["terminationGracePeriodSeconds"] = drill.grace
+        if drill.cpu_limit:
+            cpu = {"requests": {"cpu": role.pop("cpus")}, "limits": {"cpu": drill.cpu_limit}}
+            role["resources"] = cpu
+    roles["env"]["replicas"] = drill.env_pods
     pipeline = document["spec"]["pipeline"]
     pipeline.pop("warmup")
     pipeline["envs"][0]["maxSteps"] = 3
-    pipeline["trainEnvs"]["groupFilter"] = {"type": "exit_zero:keep_all"}
-    code = behind_gate(document, steps=1_000_000, seconds=1.0)
-    code["data"]["exit_zero.py"] = faults.EXIT_ZERO_CODE
+    pipeline["trainEnvs"]["groupFilter"] = {"type": "breaking:keep_all"}
+    code = behind_gate(document, steps=1_000_000, seconds=drill.step_seconds)
+    code["data"]["breaking.py"] = faults.BREAKING_CODE
     return code, document
 
 
@@ -213,6 +334,14 @@ def _problems(drill: Drill, report: Report) -> Iterator[str]:
     end = report.end()
     if end and end.phase == drill.end and (drill.why not in end.message or "\n" in end.message):
         yield f"the message does not say {drill.why!r} in one line"
+    if end and drill.disruptions is not None:
+        counted = tuple((end.status or {}).get(name, 0) for name in ("disruptions", "restarts"))
+        if counted != (drill.disruptions, 0):
+            yield f"{counted[0]} disruptions and {counted[1]} restarts were counted"
+    if drill.save_steps > drill.steps and report.lost():
+        yield f"{report.lost()} steps were lost"
+    if not report.showed(drill.shows):
+        yield f"no message had {drill.shows!r}"
     if (drill.trains_on or drill.untouched) and not report.trained_on():
         yield "the driver was stopped"
     if drill.untouched and report.new_containers():

@@ -54,7 +54,11 @@ class Sample:
 
     @property
     def phase(self) -> str:
-        return str((self.status or {}).get("phase", ""))
+        status = self.status or {}
+        phase = str(status.get("phase", ""))
+        # Only the operator ends a run, and then the time is there.
+        by_hand = phase in ENDED and not status.get("completionTime")
+        return f"{phase} by hand" if by_hand else phase
 
     @property
     def step(self) -> int:
@@ -185,6 +189,14 @@ class Report:
             found += [(sample.at - self.injected, word) for word in new]
             seen.update(new)
         return found
+
+    def showed(self, text: str) -> bool:
+        """The status had this text in its message or in that of a condition."""
+        return any(
+            text in message
+            for sample in self.samples
+            for message in (sample.message, *(said[2] for said in sample.conditions().values()))
+        )
 
     def trained_on(self) -> bool:
         """The driver ran all the time until the end."""

@@ -6,15 +6,18 @@ the node work on the host cluster only (docs/devcluster.md), as root.
 
 from __future__ import annotations
 
+import base64
 import errno
 import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -96,19 +99,34 @@ def _stopped(processes: list[psutil.Process]) -> Iterator[None]:
 
 @contextmanager
 def exit_zero(site: Site) -> Iterator[None]:
-    """The driver exits with code 0 in the middle; `EXIT_ZERO_CODE` is a part of it."""
-    site.pods.execute(site.pods.head(), "touch", _EXIT_ZERO)
+    """The driver exits with code 0 in the middle; `BREAKING_CODE` is a part of it."""
+    site.pods.execute(site.pods.head(), "touch", _BREAK)
     yield
 
 
-_EXIT_ZERO = "/tmp/exit-zero"
-EXIT_ZERO_CODE = f"""
+EMOJI = "\U0001f6ab \u4e0d\u884c \U0001f917"
+"""Characters of three and four bytes."""
+
+
+@contextmanager
+def exception_raised(site: Site) -> Iterator[None]:
+    """The user's code raises an exception whose text is not ASCII."""
+    script = f"printf '%s' '{EMOJI}' > {_BREAK}.new && mv {_BREAK}.new {_BREAK}"
+    site.pods.execute(site.pods.head(), "sh", "-c", script)
+    yield
+
+
+_BREAK = "/tmp/break"
+BREAKING_CODE = f"""
 import os, pathlib
 
 def keep_all(scores):
-    asked = pathlib.Path({_EXIT_ZERO!r})
+    asked = pathlib.Path({_BREAK!r})
     if asked.exists():
+        text = asked.read_text()
         asked.unlink()
+        if text:
+            raise RuntimeError(text)
         os._exit(0)
     return False
 """
@@ -127,6 +145,265 @@ def pod_deleted(role: Role) -> Fault:
 def _delete_pod(site: Site, role: Role) -> None:
     (pod,) = site.pods.of(role)
     site.runs.kubectl("delete", "pod", pod["metadata"]["name"], "--wait=false")
+
+
+def evicted(role: Role, times: int = 1) -> Fault:
+    """Evict the role's pod as `kubectl drain` does; again each time that the run trains on."""
+
+    @contextmanager
+    def fault(site: Site) -> Iterator[None]:
+        for count in range(times):
+            _evict(site, role)
+            if count + 1 < times:
+                _await_attempt(site, count + 2)
+        yield
+
+    return fault
+
+
+def _evict(site: Site, role: Role) -> None:
+    (pod,) = site.pods.of(role)
+    name = pod["metadata"]["name"]
+    eviction = {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": name, "namespace": site.runs.namespace},
+    }
+    path = f"/api/v1/namespaces/{site.runs.namespace}/pods/{name}/eviction"
+    site.runs.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(eviction))
+
+
+def _await_attempt(site: Site, attempt: int) -> None:
+    """Wait until this attempt has made a step."""
+    began: list[int] = []
+
+    def trains() -> bool:
+        status = (site.runs.get("agenticrun", site.name) or {}).get("status", {})
+        training = any(
+            item["type"] == "Training" and item["status"] == "True"
+            for item in status.get("conditions", ())
+        )
+        if not training or status["job"]["attempt"] < attempt or status["activity"] == "starting":
+            return False
+        began.append(status.get("step", 0))
+        return began[-1] > began[0]
+
+    eventually(trains, 240, f"attempt {attempt} trains", interval=0.5)
+
+
+@contextmanager
+def ray_cluster_suspended(site: Site) -> Iterator[None]:
+    """As a queue does it; it releases the same RayCluster later."""
+
+    def suspend(value: bool) -> str:
+        patch = json.dumps({"spec": {"suspend": value}})
+        site.runs.kubectl("patch", "raycluster", site.name, "--type=merge", f"--patch={patch}")
+        found = site.runs.get("raycluster", site.name)
+        return str(found and found["metadata"]["uid"])
+
+    uid = suspend(True)
+    yield
+    assert suspend(False) == uid, "the RayCluster was replaced while it was suspended"
+
+
+@contextmanager
+def ray_cluster_edited(site: Site) -> Iterator[None]:
+    """The env group loses its pods, and its image is replaced."""
+
+    def group() -> tuple[int, dict[str, Any]]:
+        found = site.runs.get("raycluster", site.name)
+        assert found is not None
+        groups = enumerate(found["spec"]["workerGroupSpecs"])
+        return next(item for item in groups if item[1]["groupName"] == Role.ENV)
+
+    place, before = group()
+    path = f"/spec/workerGroupSpecs/{place}"
+    patch = [
+        {"op": "replace", "path": f"{path}/replicas", "value": 0},
+        {"op": "replace", "path": f"{path}/minReplicas", "value": 0},
+        {"op": "replace", "path": f"{path}/template/spec/containers/0/image", "value": "other"},
+    ]
+    site.runs.kubectl("patch", "raycluster", site.name, "--type=json", "-p", json.dumps(patch))
+    eventually(lambda: group()[1] == before, 30, "the group is put back", interval=0.5)
+    yield
+
+
+@contextmanager
+def phase_written(site: Site) -> Iterator[None]:
+    """The status says that the run has failed, but the operator has not written it."""
+    words = ("--subresource=status", "--type=merge", "-p", '{"status": {"phase": "Failed"}}')
+    site.runs.kubectl("patch", "agenticrun", site.name, *words)
+
+    def phase() -> str:
+        return str((site.runs.get("agenticrun", site.name) or {})["status"]["phase"])
+
+    eventually(lambda: phase() == "Running", 30, "the phase is repaired", interval=0.2)
+    yield
+
+
+_WEBHOOK = "drill-webhook"
+_WEBHOOK_CODE = """
+import http.server, json, os, ssl, time
+
+class Webhook(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        review = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        time.sleep(float(os.environ["SECONDS"]))
+        denial = os.environ["DENIAL"]
+        response = {"uid": review["request"]["uid"], "allowed": not denial}
+        if denial:
+            response["status"] = {"message": denial, "code": 403}
+        review = {key: review[key] for key in ("apiVersion", "kind")} | {"response": response}
+        body = json.dumps(review).encode()
+        self.send_response(int(os.environ["CODE"]))
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+server = http.server.ThreadingHTTPServer(("", 8443), Webhook)
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+context.load_cert_chain("/webhook/tls.crt", "/webhook/tls.key")
+server.socket = context.wrap_socket(server.socket, server_side=True)
+server.serve_forever()
+"""
+
+
+def webhook_server(code: int = 200, seconds: float = 0.0, denial: str = "") -> Fault:
+    """A server for an admission webhook, in a pod.
+
+    Args:
+        code: HTTP status of its answers.
+        seconds: that it takes for one.
+        denial: why it denies; empty: it allows.
+    """
+
+    @contextmanager
+    def place(site: Site) -> Iterator[None]:
+        metadata = {"name": _WEBHOOK, "labels": {"app": _WEBHOOK}}
+        host = f"{_WEBHOOK}.{site.runs.namespace}.svc"
+        files = _certificate(host) | {"server.py": _WEBHOOK_CODE}
+        settings = {"CODE": str(code), "SECONDS": str(seconds), "DENIAL": denial}
+        container = {
+            "name": "webhook",
+            "image": site.images.operator,
+            "command": ["python", "/webhook/server.py"],
+            "env": [{"name": name, "value": value} for name, value in settings.items()],
+            "resources": {"requests": {"cpu": "1m", "memory": "32Mi"}},
+            "volumeMounts": [{"name": "webhook", "mountPath": "/webhook"}],
+            "readinessProbe": {"tcpSocket": {"port": 8443}, "periodSeconds": 1},
+        }
+        pod = {
+            "terminationGracePeriodSeconds": 0,
+            "containers": [container],
+            "volumes": [{"name": "webhook", "configMap": {"name": _WEBHOOK}}],
+        }
+        ports = [{"port": 443, "targetPort": 8443}]
+        service = {"selector": {"app": _WEBHOOK}, "ports": ports}
+        core = {"apiVersion": "v1", "metadata": metadata}
+        site.runs.apply(
+            {**core, "kind": "ConfigMap", "data": files},
+            {**core, "kind": "Service", "spec": service},
+            {**core, "kind": "Pod", "spec": pod},
+        )
+        try:
+            ready = "--for=condition=Ready"
+            site.runs.kubectl("wait", "pod", _WEBHOOK, ready, "--timeout=120s")
+            yield
+        finally:
+            site.runs.kubectl("delete", "pod,service,configmap", _WEBHOOK, "--wait=true")
+
+    return place
+
+
+def _certificate(host: str) -> dict[str, str]:
+    """Return a certificate for the host that signs itself, and its key, as files."""
+    with TemporaryDirectory() as folder:
+        files = {name: Path(folder) / name for name in ("tls.crt", "tls.key")}
+        key = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+        names = ("-subj", f"/CN={host}", "-addext", f"subjectAltName=DNS:{host}", "-nodes")
+        out = ("-keyout", files["tls.key"], "-out", files["tls.crt"])
+        subprocess.run(["openssl", *key, *names, *out], check=True, capture_output=True)
+        return {name: file.read_text() for name, file in files.items()}
+
+
+@contextmanager
+def webhook_called(site: Site) -> Iterator[None]:
+    """The webhook of `webhook_server` is asked about RayClusters, and the run's is deleted."""
+    files = (site.runs.get("configmap", _WEBHOOK) or {})["data"]
+    namespace = site.runs.namespace
+    hook = {
+        "name": "drill.example.com",
+        "admissionReviewVersions": ["v1"],
+        "sideEffects": "None",
+        "timeoutSeconds": 15,
+        "clientConfig": {
+            "service": {"name": _WEBHOOK, "namespace": namespace},
+            "caBundle": base64.b64encode(files["tls.crt"].encode()).decode(),
+        },
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+        "rules": [
+            {
+                "apiGroups": ["ray.io"],
+                "apiVersions": ["*"],
+                "resources": ["rayclusters"],
+                "operations": ["CREATE"],
+            }
+        ],
+    }
+    document = {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingWebhookConfiguration",
+        "metadata": {"name": _WEBHOOK},
+        "webhooks": [hook],
+    }
+    site.runs.apply(document)
+    try:
+        time.sleep(3)  # until the apiserver has read it
+        with ray_cluster_deleted(site):
+            yield
+    finally:
+        site.runs.kubectl("delete", "validatingwebhookconfiguration", _WEBHOOK)
+
+
+@contextmanager
+def claim_deleted_and_suspended(site: Site) -> Iterator[None]:
+    """The claim goes with the last pod that mounts it; a suspension would be its end."""
+    site.runs.kubectl("delete", "pvc", f"{site.name}-checkpoints", "--wait=false")
+    patch = json.dumps({"spec": {"suspend": True}})
+    site.runs.kubectl("patch", "agenticrun", site.name, "--type=merge", f"--patch={patch}")
+    yield
+
+
+@contextmanager
+def env_pod_not_placed(site: Site) -> Iterator[None]:
+    """No node takes pods; one of two env pods is deleted, and the driver restarts."""
+    nodes = site.runs.kubectl("get", "nodes", "-o", "name").split()
+    site.runs.kubectl("cordon", *nodes)
+    try:
+        name = site.pods.of(Role.ENV)[0]["metadata"]["name"]
+        site.runs.kubectl("delete", "pod", name, "--wait=true")
+        assert len(site.pods.kill_driver()) == 1
+        _await_attempt(site, 2)
+        yield
+    finally:
+        site.runs.kubectl("uncordon", *nodes)
+
+
+@contextmanager
+def limits_quota(site: Site) -> Iterator[None]:
+    """A quota that lets only pods in whose containers all have a CPU limit."""
+    site.runs.apply(QUOTA | {"spec": {"hard": {"limits.cpu": "20"}}})
+    try:
+        yield
+    finally:
+        site.runs.kubectl("delete", "resourcequota", "nothing")
+
+
+@contextmanager
+def nothing(_: Site) -> Iterator[None]:
+    """The surroundings alone are the fault."""
+    yield
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drills import TABLE_HEAD, Report, Row, Sample, untruths, with_row
+from drills import ENDED, TABLE_HEAD, Report, Row, Sample, untruths, with_row
 
 
 def sample(
@@ -23,6 +23,7 @@ def sample(
         "step": step,
         "maxSteps": 10,
         "message": "why",
+        "completionTime": "now" if phase in ENDED else None,
         "job": {"attempt": attempt},
         "roles": [{"name": "trainer", "ready": 1}],
         "checkpoint": {"step": max(0, step - 1)},
@@ -134,3 +135,20 @@ def test_a_new_row_replaces_that_of_the_same_drill() -> None:
         f"# Drills\n\n{TABLE_HEAD}| a | today | said | 1 | 0 | Succeeded |\n"
         "| b | later | a b c | 2 | 0 | Failed |\n\nMore.\n"
     )
+
+
+def test_a_phase_that_somebody_else_wrote_is_no_end() -> None:
+    written = sample(2, 4)
+    assert written.status is not None
+    written.status["phase"] = "Failed"
+    report = Report([sample(0, 3), written, sample(9, 10, phase="Succeeded")], injected=1)
+    end = report.end()
+    assert end is not None
+    assert end.phase == "Succeeded"
+    assert report.said() == [(1.0, "Failed by hand")]
+
+
+def test_a_text_is_looked_for_in_all_messages() -> None:
+    report = Report([sample(0, 3), sample(2, 10, phase="Succeeded")], injected=1)
+    assert report.showed("why")
+    assert not report.showed("why not")
