@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -293,3 +294,18 @@ async def test_a_driver_learns_of_it_within_two_seconds_while_it_does_other_work
     await reporter.finish(report_of(stopped.value, step=3))
     await head.read()
     assert await asyncio.wait_for(hook, 10)
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_raylet_ends_in_order_or_is_killed(tmp_path: Path, obeys: bool) -> None:
+    code = "import signal, time\n"
+    code += "" if obeys else "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    code += "print(1, flush=True)\ntime.sleep(60)"
+    words = [f"{tmp_path}/raylet", "-c", code]
+    with subprocess.Popen(words, executable=sys.executable, stdout=subprocess.PIPE) as raylet:
+        assert raylet.stdout is not None
+        raylet.stdout.readline()
+        (tmp_path / str(raylet.pid)).symlink_to(f"/proc/{raylet.pid}")
+        (tmp_path / "1").symlink_to("/proc/self")  # another program
+        leave.end_raylets(tmp_path, seconds=0.3)
+        assert raylet.wait(10) == -(signal.SIGTERM if obeys else signal.SIGKILL)
