@@ -254,6 +254,9 @@ class JobStatus(Model):
     disruption: ShortText = ""
     """The pod that the platform took from the attempt (drain, eviction, preemption, deletion), and
     how. Such an attempt ends disrupted, not failed."""
+    failed_pod: ShortText = ""
+    """The pod that its node has ended for the pod's own fault, such as more storage than its limits
+    allow. Such an attempt ends failed, although KubeRay replaces the pod."""
     observed_generation: Number | None = None
     """Generation of the run that the driver's settings are from."""
     stop_requested_time: Time | None = None

@@ -178,6 +178,9 @@ class Pod:
     """The reason in one word if Kubernetes has ended the pod, or is about to, for a cause outside
     the run: a drain, an eviction, a preemption, a taint or a shutdown of its node."""
 
+    own_end: str = ""
+    """Why its node has ended the pod, if that is the pod's own fault."""
+
     @property
     def deleting(self) -> bool:
         """True if the pod is being deleted."""
@@ -543,6 +546,7 @@ def read_pod(manifest: Manifest) -> Pod:
         ownerless=not controller(manifest),
         lacks=tuple(name for name in _POD_LABELS if name not in labels),
         disruption=_disruption(status),
+        own_end=_own_end(status),
     )
 
 
@@ -553,6 +557,12 @@ def _disruption(status: Manifest) -> str:
     reason: str = status.get("reason") or ""
     own_fault = reason == "Evicted" and _OWN_LIMIT.search(status.get("message") or "")
     return reason if reason in _DISRUPTED and not own_fault else ""
+
+
+def _own_end(status: Manifest) -> str:
+    if status.get("phase") != "Failed" or not status.get("reason") or _disruption(status):
+        return ""
+    return _one_line(f"{status['reason']}: {status.get('message') or ''}").rstrip(": ")
 
 
 def _commit(status: Manifest) -> str:
@@ -589,10 +599,10 @@ def _ray_container(status: Manifest) -> Manifest:
 def _problem(pod: Manifest) -> Problem | PassingProblem | None:
     status = pod.get("status", {})
     if status.get("phase") == "Failed" and status.get("reason"):
+        if own := _own_end(status):
+            return Problem(Reason.CONTAINER_CRASHED, f"was ended by its node: {own}")
         words = _one_line(f"{status['reason']}: {status.get('message') or ''}").rstrip(": ")
-        if _disruption(status):
-            return Problem(Reason.PODS_PENDING, f"was ended by its node: {words}")
-        return Problem(Reason.CONTAINER_CRASHED, f"was ended by its node: {words}")
+        return Problem(Reason.PODS_PENDING, f"was ended by its node: {words}")
     for condition in status.get("conditions", ()):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             message = _one_line(condition.get("message", ""))

@@ -167,7 +167,7 @@ def _over(
         disruption = disruption or final.message
     return Over(
         reason=final.reason if final else reason.value,
-        message=final.message if final else message,
+        message=final.message if final else state.job.failed_pod or message,
         retryable=final.retryable if final else retryable,
         stopped=stopped,
         disruption=state.job.disruption or disruption,

@@ -433,7 +433,9 @@ def record(state: State) -> State:
     else:
         changes["unknown_since"] = job.unknown_since or format_time(state.now)
     known = "" if _has_recovered(state) else job.disruption
-    changes["disruption"] = (known or _disruption(state))[:256]
+    failed = job.failed_pod or ("" if known else _failed_pod(state))
+    changes["failed_pod"] = failed[:256]
+    changes["disruption"] = "" if failed else (known or _disruption(state))[:256]
     last, sent_at = state.observed.last_action or (None, None)
     stopping, asked = state.status.stopping, job.stop_requested_time
     if stopping and sent_at is not None and last == RequestStop(job.submission_id):
@@ -507,6 +509,16 @@ def _disruption(state: State) -> str:
         return f"RayCluster {state.name} was deleted"
     taken = (_taken(state, pod) for pod in state.pods)
     return next(filter(None, taken), "") or _replaced(state)
+
+
+def _failed_pod(state: State) -> str:
+    """Return which pod has ended by its own fault, and why; empty if none.
+
+    KubeRay replaces it at once, and then it looks like one that somebody has deleted.
+    """
+    needed = (pod for pod in state.pods if pod.role in SAVES and pod.own_end)
+    pod = next(needed, None)
+    return f"{pod.role.value} pod {pod.name} was ended by its node: {pod.own_end}" if pod else ""
 
 
 def _has_recovered(state: State) -> bool:

@@ -217,6 +217,32 @@ async def test_a_head_that_hangs_on_a_node_that_answers_is_a_failure() -> None:
     assert counts(world) == (0, 1, 1)
 
 
+@pytest.mark.parametrize("role", [Role.DRIVER, Role.TRAINER])
+async def test_a_pod_beyond_its_own_limits_is_a_failure_although_it_is_replaced(role: Role) -> None:
+    operator = a_run(maxRestarts=2)
+    world = operator.world
+    await training(operator, step=0)
+    for _ in range(3):
+        (pod,) = world.pods(role)
+        pod["status"] |= {
+            "phase": "Failed",
+            "reason": "Evicted",
+            "message": "Pod ephemeral local storage usage exceeds the total limit of containers.",
+            "conditions": [],
+        }
+        await operator.reconcile()
+        world.delete_pod(role)
+        world.now += timedelta(seconds=5)
+        world.make_pods()
+        await operator.reconcile()
+        world.end_driver(Outcome.FAILED)
+        await pass_time(operator, 60)
+        world.drive(0)
+        await operator.settle(2)
+    assert phase_of(world) is Phase.FAILED
+    assert world.status.disruptions == 0
+
+
 # -- a RayCluster that others suspend --------------------------------------------------------------
 
 
