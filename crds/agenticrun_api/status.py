@@ -370,6 +370,9 @@ class AgenticRunStatus(Model):
     disruptions: Number = 0
     """Number of attempts that the platform ended: drains, evictions, preemptions, lost nodes,
     deleted pods, a suspended RayCluster. They are no restarts and no failures."""
+    disruptions_without_progress: Number = 0
+    """Number of disruptions since the run last got further than before. The wait before the next
+    attempt grows with it, up to 10 minutes."""
     stopping: StopStatus | None = None
     """Set while the run releases its pods or waits without them."""
     obstacle: ObstacleStatus | None = None

@@ -189,7 +189,8 @@ class Observer:
                     missing_code = code.name
                 if claim := users_claim_of(run):
                     users_claim = await self._kube.get(claim.kind, namespace, claim.name)
-        if not run.status.phase.finished and Child(CLAIM_KIND, claim_name(run)) not in children:
+        in_use = not run.status.phase.finished or cluster is not None
+        if in_use and Child(CLAIM_KIND, claim_name(run)) not in children:
             children |= await self._lost_claim(run, fresh=asked)
         children[Child("RayCluster", name)] = cluster
         own = self._own_pods(run, pods, cluster, cluster_known=not kuberay_missing)

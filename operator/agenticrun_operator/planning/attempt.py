@@ -62,6 +62,8 @@ from agenticrun_operator.planning.times import (
 from agenticrun_operator.resources import secret_of
 
 MAX_BACKOFF_SECONDS = 600.0
+MANY_DISRUPTIONS = 3
+"""Number of disruptions without a new step from which on each one is a Warning."""
 POLL_SECONDS = 2.0
 REPORT_PATIENCE_SECONDS = 60.0
 """Time to wait for the final report of an ended job before Ray's job status decides alone."""
@@ -594,9 +596,11 @@ def restart(state: State, over: Over) -> tuple[Result, Over | None]:
     further = before is None or reached > before
     failed = not over.stopped and not over.disruption
     failures = (0 if further else status.failures_without_progress) + failed
+    disruptions = (0 if further else status.disruptions_without_progress) + bool(over.disruption)
     counted = Result(
         fields={
             "failures_without_progress": failures,
+            "disruptions_without_progress": disruptions,
             "restarted_at_step": max(reached, before or 0),
         }
     )
@@ -613,10 +617,11 @@ def restart(state: State, over: Over) -> tuple[Result, Over | None]:
             f"(failurePolicy.maxDisruptions): {over.disruption}"
         )
         return counted, Over(Reason.DISRUPTIONS_EXHAUSTED, message)
-    doublings = 0 if over.disruption else max(0, failures - 1)
+    # A run may cause its own evictions, by filling a disk: the wait grows, so that it shows.
+    doublings = max(0, (disruptions if over.disruption else failures) - 1)
     wait = backoff_seconds(doublings, policy.backoff_seconds, MAX_BACKOFF_SECONDS)
     summary = summarize(state, over)
-    post = warning if failed else note
+    post = warning if failed or disruptions >= MANY_DISRUPTIONS else note
     reason = Reason.DISRUPTED if over.disruption else over.reason
     result = Result(
         fields={

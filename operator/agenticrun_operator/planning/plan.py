@@ -189,7 +189,10 @@ def _start(state: State) -> Result:
     if obstacle is None or (state.status.job and not _holds(obstacle)):
         result |= begin(state)
     if not state.has_enough_pods and not kept_pods(state):
-        result |= check_startup(state)
+        checked = check_startup(state)
+        if checked.delete:  # the run gives its pods back, and waits
+            return result | checked
+        result |= checked
     if obstacle and "completion_time" not in result.fields:
         result |= report_obstacle(state, obstacle)
         if obstacle.rebuild:

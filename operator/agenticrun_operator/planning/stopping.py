@@ -383,6 +383,8 @@ def clean_up(state: State) -> Result:
     if state.observed.kuberay_missing:
         # The RayCluster may be there when KubeRay's CRDs are back.
         result |= Result(look_after=10.0)
+    elif kept_pods(state):
+        return result | _keep_pods(state)
     elif policy == "Delete":
         result |= _cluster_deleted(state, "the run has finished")
         exiting = isinstance(state.observed.job, Job) and state.observed.job.live
@@ -393,6 +395,16 @@ def clean_up(state: State) -> Result:
     if ttl > ended:
         return result | Result(look_after=ttl - ended)
     return result | Result(delete=(Delete(Child(KIND, run.metadata.name), run.metadata.uid),))
+
+
+def _keep_pods(state: State) -> Result:
+    """Keep the pods of a run that has ended: they are the last way to its checkpoints."""
+    message = (
+        f"the run has ended and keeps its pods: volume claim {claim_name(state.run)} was deleted, "
+        "and its checkpoints are lost when they end. Copy them, then delete the run"
+    )
+    said = Said("False", Reason.CHECKPOINTS_LOST, message, event="Warning")
+    return Result(conditions={ConditionType.CLUSTER_PROVISIONED: said}, look_after=30.0)
 
 
 def end_deleted(state: State) -> Result:

@@ -235,3 +235,22 @@ async def test_pods_that_are_the_last_way_to_the_checkpoints_outlive_their_attem
     assert world.pods(Role.DRIVER)
     assert phase(world) is Phase.RESTARTING
     assert "Copy them now" in (world.status.message or "")
+
+
+@pytest.mark.parametrize("outcome", [Outcome.SUCCEEDED, Outcome.FAILED])
+async def test_a_run_that_ends_while_its_claim_is_deleted_keeps_its_pods(
+    world: World, operator: Operator, outcome: Outcome
+) -> None:
+    await training(operator, saved=1)
+    world.delete_claim()
+    world.drive(1)
+    await operator.settle(2)
+    world.end_driver(outcome, retryable=False)
+    await operator.settle(3)
+    world.now += timedelta(seconds=60)
+    await operator.settle(3)
+    assert world.status.phase.finished
+    assert world.pods()
+    kept = condition(world, ConditionType.CLUSTER_PROVISIONED)
+    assert (kept.status, kept.reason) == ("False", "CheckpointsLost")
+    assert "Copy them, then delete the run" in kept.message
