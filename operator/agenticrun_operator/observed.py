@@ -431,7 +431,8 @@ def with_head(pods: Sequence[Pod], named: str | None, submitted_to: str | None) 
         submitted_to: uid of the pod that the newest attempt was submitted to, if there is no
             RayCluster to name one.
     """
-    claimants = [pod for pod in pods if pod.role is Role.DRIVER and not pod.orphan]
+    driver = Role.DRIVER  # a look-up in the enum for each of a thousand pods takes a while
+    claimants = [pod for pod in pods if pod.role is driver and not pod.orphan]
     live = [pod for pod in claimants if not pod.deleting] or claimants
     if named:
         head = next((pod for pod in claimants if pod.name == named), None)
@@ -443,10 +444,11 @@ def with_head(pods: Sequence[Pod], named: str | None, submitted_to: str | None) 
         if not named and len(live) > 1:
             return [_as_claimant(pod, live) for pod in pods]
         return [_with_its_head(pod, None) for pod in pods]
+    marked = (replace(pod, is_head=True) if pod is head else pod for pod in pods)
     return [
-        replace(pod, is_head=True) if pod is head else _with_its_head(pod, head)
-        for pod in pods
-        if pod.role is not Role.DRIVER or pod is head or pod.orphan or pod.deleting
+        pod if pod.problem is None else _with_its_head(pod, head)
+        for pod in marked
+        if pod.role is not driver or pod.is_head or pod.orphan or pod.deleting
     ]
 
 
@@ -477,11 +479,11 @@ def seems_incomplete(pods: Sequence[LabelledPod], cluster: Manifest) -> bool:
     It names its head and counts its ready workers. A pod without the run's labels, or one that was
     just deleted, is missing.
     """
-    metadata = cluster["metadata"]
-    own = [item.pod for item in pods if item.cluster[1] in ("", metadata["uid"])]
+    driver, owners = Role.DRIVER, {"", cluster["metadata"]["uid"]}
     head, ready = head_name(cluster), cluster.get("status", {}).get("readyWorkerReplicas") or 0
-    workers = sum(pod.role is not Role.DRIVER for pod in own)
-    return workers < ready or bool(head and all(pod.name != head for pod in own))
+    own = [item.pod for item in pods if item.cluster[1] in owners]
+    heads = [pod.name for pod in own if pod.role is driver]
+    return len(own) - len(heads) < ready or bool(head and head not in heads)
 
 
 def head_name(cluster: Manifest | None) -> str | None:
