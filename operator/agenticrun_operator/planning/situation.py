@@ -114,6 +114,11 @@ class State:
         return self.observed.own_pods(self.run.metadata.uid)
 
     @cached_property
+    def savers(self) -> list[Pod]:
+        """The pods without one of which an attempt ends: those that save checkpoints."""
+        return [pod for pod in self.pods if pod.role in SAVES]
+
+    @cached_property
     def roles(self) -> RolesReport:
         """The pods of each role, and what is wrong with them."""
         return report_roles(self.run, self.observed, self.images)
@@ -432,10 +437,12 @@ def record(state: State) -> State:
         changes["unknown_since"] = None
     else:
         changes["unknown_since"] = job.unknown_since or format_time(state.now)
-    known = "" if _has_recovered(state) else job.disruption
+    disruption, known = _disruption(state), job.disruption
+    if known and not disruption and _has_recovered(state):
+        known = ""
     failed = job.failed_pod or ("" if known else _failed_pod(state))
     changes["failed_pod"] = failed[:256]
-    changes["disruption"] = "" if failed else (known or _disruption(state))[:256]
+    changes["disruption"] = "" if failed else (known or disruption)[:256]
     last, sent_at = state.observed.last_action or (None, None)
     stopping, asked = state.status.stopping, job.stop_requested_time
     if stopping and sent_at is not None and last == RequestStop(job.submission_id):
@@ -507,7 +514,7 @@ def _disruption(state: State) -> str:
         return f"RayCluster {state.name} was suspended"
     if is_deleting(state.cluster):
         return f"RayCluster {state.name} was deleted"
-    taken = (_taken(state, pod) for pod in state.pods)
+    taken = (_taken(state, pod) for pod in state.savers)
     return next(filter(None, taken), "") or _replaced(state)
 
 
@@ -522,27 +529,27 @@ def _failed_pod(state: State) -> str:
 
 
 def _has_recovered(state: State) -> bool:
-    """Return True if the attempt trains on with all the pods that it needs.
+    """Return True if the attempt, whose pods nothing disrupts now, trains with all of them.
 
     Kubernetes may take a disruption back: a preemption that does not happen, for example.
     """
     seen, progress = state.observed.job, state.progress
     if not isinstance(seen, Job) or not seen.live or seen.start_time is None:
         return False
-    if progress is None or progress.final or is_silent(progress) or _disruption(state):
+    if progress is None or progress.final or is_silent(progress):
         return False
-    ready = Counter(pod.role for pod in state.pods if pod.ready and not pod.deleting)
+    ready = Counter(pod.role for pod in state.savers if pod.ready and not pod.deleting)
     roles = state.run.spec.roles
     return all(ready[role] >= roles.replicas(role) for role in SAVES if roles.has(role))
 
 
 def _taken(state: State, pod: Pod) -> str:
     """Return what the platform does to a pod without which the attempt ends; empty: nothing."""
-    if pod.role not in SAVES or pod.uid in state.observed.deletions:
+    if not (pod.deleting or pod.disruption) or pod.uid in state.observed.deletions:
         return ""
     what = f"{pod.role.value} pod {pod.name}"
     # A pod of an earlier attempt may be slow to end, but then another one has replaced it.
-    others = [other for other in state.pods if other.role is pod.role]
+    others = [other for other in state.savers if other.role is pod.role]
     staying = sum(not other.deleting and not other.disruption for other in others)
     if staying >= state.run.spec.roles.replicas(pod.role):
         return ""
@@ -558,8 +565,8 @@ def _replaced(state: State) -> str:
     if not is_pod_of(state.head, state.job):
         return f"the head pod was replaced by {state.head.name}"
     began = state.observed.job.start_time if isinstance(state.observed.job, Job) else None
-    for pod in state.pods:
-        if began is None or pod.role not in SAVES - {Role.DRIVER} or not pod.created_at:
+    for pod in state.savers:
+        if began is None or pod.role is Role.DRIVER or not pod.created_at:
             continue
         if parse_time(pod.created_at).timestamp() > began + 1:
             return f"a {pod.role.value} pod was replaced by {pod.name}"

@@ -143,10 +143,10 @@ def test_a_run_with_more_gpus_than_the_machine_is_refused(
     document["spec"]["roles"] = roles
     pods = {Role.TRAINER, Role.INFERENCE, Role.ENV}
     if not message:
-        check_gpus(parse_run(document), pods, available)
+        check_gpus(parse_run(document, local=True), pods, available)
         return
     with pytest.raises(InvalidConfig) as refused:
-        check_gpus(parse_run(document), pods, available)
+        check_gpus(parse_run(document, local=True), pods, available)
     assert str(refused.value) == message
 
 

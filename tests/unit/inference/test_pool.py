@@ -481,3 +481,26 @@ async def test_joins_leaves_deaths_and_updates_at_any_time_end_with_the_wanted_e
         20,
         "no task is left",
     )
+
+
+async def test_engines_serve_while_another_one_has_no_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "JOIN_SECONDS", 0.05)
+    room = asyncio.Event()
+    world = World()
+    spawn = world._spawn
+
+    async def placed(engine_id: str, slot: int) -> Remote:
+        if slot == 1:
+            await room.wait()
+        return await spawn(engine_id, slot)
+
+    world.pool._spawn = placed
+    async with asyncio.timeout(60):
+        await world.pool.start(needed=1)
+        assert (len(world.pool.engines), world.pool.joining) == (1, 1)
+        room.set()
+        while world.pool.joining:
+            await asyncio.sleep(0.01)
+    assert len(world.pool.engines) == 2
+    assert not world.pool.failure.done()
+    await world.pool.stop()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.launch import ActorDied, ActorUnavailable, OtherActorDied
+from agenticrun_workers.launch import ActorDied, ActorUnavailable, OtherActorDied, liveness
 from agenticrun_workers.launch.liveness import FROZEN_POLLS, POLL_SECONDS
 from agenticrun_workers.rollout import env_pool
 from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
@@ -734,3 +734,43 @@ def test_joins_leaves_and_deaths_at_any_time_lose_and_repeat_no_group(
         )
 
     asyncio.run(play())
+
+
+async def test_episodes_begin_without_a_worker_whose_pod_cannot_be_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liveness, "JOIN_SECONDS", 0.05)
+    room = asyncio.Event()
+    world = World(lambda task: False, 3)
+    spawn = world._spawn
+
+    async def placed() -> Remote:
+        if world.made == 2:
+            await room.wait()
+        return await spawn()
+
+    world.pool._spawn = placed
+    async with asyncio.timeout(60):
+        await world.pool.start(needed=2)
+        assert (len(world.pool.workers), world.pool.joining) == (2, 1)
+        assert await world.pool.run(episode(0))
+        room.set()
+        while world.pool.joining:
+            await asyncio.sleep(0.01)
+    assert len(world.pool.workers) == 3
+    await world.pool.stop()
+
+
+async def test_a_start_waits_for_the_workers_that_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liveness, "JOIN_SECONDS", 0.01)
+
+    async def never() -> Remote:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    pool = EnvPool(never, 2)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(pool.start(needed=1), 0.2)
+    assert not pool.workers

@@ -103,7 +103,11 @@ class RunActors:
         """
         starts = [
             asyncio.create_task(start)
-            for start in (self.envs.start(), self._start_engines(), self._start_trainers())
+            for start in (
+                self.envs.start(self._needed(Role.ENV)),
+                self._start_engines(),
+                self._start_trainers(),
+            )
         ]
         try:
             await asyncio.gather(*starts)
@@ -225,6 +229,13 @@ class RunActors:
     def _count(self, role: Role) -> int:
         return self._run.spec.actors(role)
 
+    def _needed(self, role: Role) -> int:
+        """Return the number of actors of a role on its minReplicas: the others join later."""
+        spec = self._run.spec
+        if role in self._fixed or (role is Role.INFERENCE and spec.colocated):
+            return self._count(role)
+        return spec.roles.min_replicas(role) * spec.actors_per_pod(role)[role]
+
     def _start(
         self, options: ActorOptions, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs
     ) -> ActorHandle[A]:
@@ -291,7 +302,7 @@ class RunActors:
         """Start the engines; colocated ones before trainers load models, then put them to sleep."""
         if not self._run.spec.colocated:
             self._devices_free.set()
-        await self.engines.start()
+        await self.engines.start(self._needed(Role.INFERENCE))
         if self._run.spec.colocated:
             await self.engines.sleep()
             self._devices_free.set()

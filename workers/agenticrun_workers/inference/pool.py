@@ -19,6 +19,7 @@ from agenticrun_workers.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.inference.engine import EngineStartError, EngineStats, UnusableModel
 from agenticrun_workers.inference.slow_engines import SlowEngines
 from agenticrun_workers.launch import ActorHandle
+from agenticrun_workers.launch.liveness import enough_of
 from agenticrun_workers.placement import Placement, in_leaving_order
 from agenticrun_workers.weights.sync import Receiver, SyncReport, WeightSync
 
@@ -164,18 +165,27 @@ class EnginePool:
         """Number of engines that are there and are not wanted."""
         return max(0, len(self._slots) - self._count)
 
-    async def start(self) -> None:
-        """Start all engines.
+    async def start(self, needed: int | None = None) -> None:
+        """Start the engines.
+
+        Args:
+            needed: number of engines without which no response can be sampled; the others join
+                later. Default: all.
 
         Raises:
             InvalidConfig: one cannot start with this model or these options.
         """
+        slots = [self._new_slot() for _ in range(self._count)]
+        starts = [asyncio.create_task(self._add(slot)) for slot in slots]
         try:
-            await asyncio.gather(*(self._add(self._new_slot()) for _ in range(self._count)))
+            late = await enough_of(starts, self._count if needed is None else needed)
         except UnusableModel as error:
             raise InvalidConfig("spec.model.path", str(error)) from error
         except EngineStartError as error:
             raise InvalidConfig("spec.pipeline.actorInfer.strategy", str(error)) from error
+        for slot, start in zip(slots, starts, strict=True):
+            if start in late:
+                self._keep(slot, partial(self._serve, slot, start))
 
     def resize(self, count: int) -> None:
         """Follow another number of engines, in the background.
@@ -405,20 +415,25 @@ class EnginePool:
             self._slow.forget(slot.engine_id)
             slot.engine_id = ""
 
-    async def _serve(self, slot: _Slot) -> None:
+    async def _serve(self, slot: _Slot, start: Awaitable[None] | None = None) -> None:
         """Start an engine in a slot, also if the first ones die or fail before they serve.
 
         Others have served with the same settings: whatever its error says, it counts as a death.
+
+        Args:
+            slot: the slot.
+            start: the start of the first engine, if it has begun.
 
         Raises:
             RolloutFailed: too many engines died in a row.
         """
         while True:
             try:
-                return await self._add(slot)
+                return await (start or self._add(slot))
             except Exception as error:
                 log.warning("a new engine cannot serve: %s", error)
                 self._count_death("which never served", error)
+                start = None
 
     def _count_death(self, engine: str, death: Exception) -> None:
         self._deaths += 1

@@ -39,7 +39,7 @@ slow, not dead. So the rule is:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -47,6 +47,10 @@ T = TypeVar("T")
 POLL_SECONDS = 5.0
 FROZEN_POLLS = 12
 """A minute. Imports and the code of environments may block an event loop for many seconds."""
+
+
+JOIN_SECONDS = 30.0
+"""Time that actors beyond those that are needed have to start before the others begin."""
 
 
 class NoAnswer(Exception):
@@ -71,3 +75,35 @@ async def answered(answer: Awaitable[T], polls: int | None = None) -> T:
     finally:
         waiting.cancel()
     raise NoAnswer
+
+
+async def enough_of(starts: Sequence[asyncio.Future[T]], needed: int) -> set[asyncio.Future[T]]:
+    """Wait until all of `starts` have ended, or `needed` have and the others had `JOIN_SECONDS`.
+
+    An actor whose pod cannot be placed never starts. The others must not wait for it.
+
+    Returns:
+        Those that have not ended.
+
+    Raises:
+        Exception: the error of one that failed. All are cancelled then.
+    """
+    waiting = set(starts)
+    try:
+        while waiting:
+            enough = len(starts) - len(waiting) >= needed
+            done, waiting = await asyncio.wait(
+                waiting,
+                timeout=JOIN_SECONDS if enough else None,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            for start in done:
+                start.result()
+            if not done:
+                break
+    except BaseException:
+        for start in starts:
+            start.cancel()
+        await asyncio.gather(*starts, return_exceptions=True)
+        raise
+    return waiting

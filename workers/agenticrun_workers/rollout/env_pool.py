@@ -29,6 +29,7 @@ from agenticrun_workers.launch import (
     OtherActorDied,
     Result,
 )
+from agenticrun_workers.launch.liveness import enough_of
 from agenticrun_workers.placement import in_leaving_order
 from agenticrun_workers.rollout.groups import (
     Endpoints,
@@ -262,10 +263,20 @@ class EnvPool:
         now = time.perf_counter()
         return self._idle_seconds + (0.0 if self._running else now - self._idle_since)
 
-    async def start(self) -> None:
-        """Start all workers. Raises what `spawn` raises."""
-        for handle in await asyncio.gather(*(self._spawn() for _ in range(self._count))):
-            self._add(handle)
+    async def start(self, needed: int | None = None) -> None:
+        """Start the workers. Raises what `spawn` raises.
+
+        Args:
+            needed: number of workers without which no episode can begin; the others join later.
+                Default: all.
+        """
+        starts = [asyncio.ensure_future(self._spawn()) for _ in range(self._count)]
+        late = await enough_of(starts, self._count if needed is None else needed)
+        for start in starts:
+            if start in late:
+                self._begin_to_join(start)
+            else:
+                self._add(start.result())
 
     def resize(self, count: int) -> None:
         """Follow another number of workers, in the background.
@@ -483,9 +494,7 @@ class EnvPool:
         staying = [worker for worker in self._workers if not worker.leaving]
         surplus = len(staying) + len(self._joining) - self._count
         for _ in range(-surplus):
-            joining = self._watch_over(self._join())
-            self._joining.add(joining)
-            joining.add_done_callback(self._joining.discard)
+            self._begin_to_join()
         for joining in list(self._joining)[: max(surplus, 0)]:
             self._joining.remove(joining)
             joining.cancel()
@@ -495,28 +504,39 @@ class EnvPool:
             worker.leaving = True
             self._watch_over(self._retire(worker))
 
-    async def _join(self) -> None:
-        """Add another worker."""
-        handle = await self._replacement()
+    def _begin_to_join(self, start: Awaitable[ActorHandle[EnvWorker]] | None = None) -> None:
+        joining = self._watch_over(self._join(start))
+        self._joining.add(joining)
+        joining.add_done_callback(self._joining.discard)
+
+    async def _join(self, start: Awaitable[ActorHandle[EnvWorker]] | None) -> None:
+        """Add another worker: the one that `start` starts, or a new one."""
+        handle = await self._replacement(start)
         current = asyncio.current_task()
         assert current is not None
         self._joining.discard(current)
         self._add(handle)
 
-    async def _replacement(self) -> ActorHandle[EnvWorker]:
+    async def _replacement(
+        self, start: Awaitable[ActorHandle[EnvWorker]] | None = None
+    ) -> ActorHandle[EnvWorker]:
         """Start another worker, also if the first ones die before they are ready.
+
+        Args:
+            start: the start of the first one, if it has begun.
 
         Raises:
             RolloutFailed: too many workers died in a row.
         """
         while True:
             try:
-                return await self._spawn()
+                return await (start or self._spawn())
             except OtherActorDied:
                 raise
             except ActorDied as death:
                 log.warning("a new env worker is gone before it is ready: %s", _first_line(death))
                 self._count_death(death)
+                start = None
 
     async def _collect_until_death(self, worker: _Worker) -> ActorDied:
         """Collect results until the worker dies, and return the error of its death.
