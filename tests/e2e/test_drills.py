@@ -176,7 +176,6 @@ DRILLS = (
         faults.env_pod_not_placed,
         steps=30,
         env_pods=2,
-        known="the driver waits for the env workers of all replicas before its first step",
     ),
     Drill(
         "quota on limits.cpu",

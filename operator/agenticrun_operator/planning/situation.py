@@ -523,7 +523,7 @@ def _failed_pod(state: State) -> str:
 
     KubeRay replaces it at once, and then it looks like one that somebody has deleted.
     """
-    needed = (pod for pod in state.pods if pod.role in SAVES and pod.own_end)
+    needed = (pod for pod in state.savers if pod.own_end)
     pod = next(needed, None)
     return f"{pod.role.value} pod {pod.name} was ended by its node: {pod.own_end}" if pod else ""
 
