@@ -42,6 +42,7 @@ from agenticrun_operator.resources import (
     unsuitable,
 )
 
+_WAITS_FOR_SECRET = (Reason.CONTAINER_CRASHED, Reason.PODS_PENDING)
 TOKENS_SECONDS = 30.0
 """Minimum interval between two creations of the Secret with a run's tokens."""
 WAIT_SECONDS = 1.5
@@ -388,7 +389,7 @@ def _needs_tokens(state: State) -> bool:
     waits = any(
         not pod.ready
         and not pod.deleting
-        and (pod.problem is None or pod.problem.reason is Reason.CONTAINER_CRASHED)
+        and (pod.problem is None or pod.problem.reason in _WAITS_FOR_SECRET)
         for pod in state.pods
     )
     due = sent is None or state.seconds_since(sent) >= TOKENS_SECONDS
@@ -505,6 +506,20 @@ def delete_cluster(state: State, why: str = "") -> Result:
         events=first,
         look_after=DELETED_SECONDS,
     )
+
+
+def remove_ownerless(state: State) -> Result:
+    """Delete pods that a deleted RayCluster has left without an owner: nothing else does."""
+    result = Result()
+    for pod in state.observed.pods:
+        if pod.deleting or not (pod.orphan and pod.ownerless):
+            continue
+        wait = state.wait_to_repeat(state.observed.deletions.get(pod.uid))
+        if wait > 0:
+            result |= Result(look_after=wait)
+        else:
+            result |= Result(delete=(Delete(Child("Pod", pod.name), pod.uid),))
+    return result
 
 
 def remove_stuck(state: State) -> Result:

@@ -17,6 +17,7 @@ from agenticrun_operator.planning.children import (
     delete_cluster,
     find_obstacle,
     provision,
+    remove_ownerless,
     remove_stuck,
     repair,
     report_obstacle,
@@ -139,8 +140,9 @@ def _decide(state: State, situation: Situation, rescaling: Rescaling) -> Result:
         case Deleted():
             return end_deleted(state)
         case Ended():
-            return clean_up(state)
-    always = Result(look_after=SAFETY_NET_SECONDS) | _accept(state) | remove_stuck(state)
+            return clean_up(state) | remove_ownerless(state)
+    always = Result(look_after=SAFETY_NET_SECONDS) | _accept(state)
+    always |= remove_stuck(state) | remove_ownerless(state)
     match situation:
         case Stopping(cause):
             return always | _report_pods(state) | stop(state, cause)

@@ -41,6 +41,7 @@ _RESOLVES_ALONE = frozenset(
     {
         Reason.CLUSTER_CREATING,
         Reason.CLUSTER_DELETED,
+        Reason.CONTAINER_NOT_READY,
         Reason.NODE_LOST,
         Reason.PODS_PENDING,
         Reason.WAITING_FOR_PREVIOUS_RUN,

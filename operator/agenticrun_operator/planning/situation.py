@@ -487,9 +487,21 @@ def head_replaced(state: State) -> bool:
     Ray keeps its jobs in the head's memory, so the attempt is lost with it.
     """
     head = state.head
-    if head is None or not is_pod_of(head, state.job):
+    if head is None:
+        return not _head_is_hidden(state)
+    if not is_pod_of(head, state.job):
         return True
     return head.incarnation is not None and str(head.incarnation) != state.job.incarnation
+
+
+def _head_is_hidden(state: State) -> bool:
+    """Return True if the attempt's head runs, but cannot be told from another pod.
+
+    While the RayCluster names no head, a second pod that claims to be it hides the real one.
+    """
+    return any(
+        is_pod_of(pod, state.job) and not pod.deleting and not pod.ended for pod in state.savers
+    )
 
 
 def is_pod_of(head: Pod, job: JobStatus) -> bool:
@@ -561,7 +573,7 @@ def _taken(state: State, pod: Pod) -> str:
 def _replaced(state: State) -> str:
     """Return which pod is newer than the attempt that needs it; empty if none."""
     if state.head is None:
-        return "the head pod was deleted"
+        return "" if _head_is_hidden(state) else "the head pod was deleted"
     if not is_pod_of(state.head, state.job):
         return f"the head pod was replaced by {state.head.name}"
     began = state.observed.job.start_time if isinstance(state.observed.job, Job) else None

@@ -501,3 +501,41 @@ async def test_a_head_without_its_label_is_no_lost_head() -> None:
     ready = condition(world, ConditionType.ROLES_READY)
     assert (ready.status, ready.reason) == ("True", "LabelsMissing")
     assert f"kubectl label pod {head['metadata']['name']} agenticrun.dev/run=lake" in ready.message
+
+
+async def test_pods_that_a_deleted_raycluster_leaves_behind_are_deleted() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    left = world.pods()
+    for pod in left:
+        pod["metadata"]["ownerReferences"] = []
+        pod["metadata"]["labels"] |= {"ray.io/cluster": NAME}
+    world.delete_cluster()  # kubectl delete raycluster --cascade=orphan
+    world.now += timedelta(seconds=5)
+    await pass_time(operator, 90)
+    names = {pod["metadata"]["name"] for pod in left}
+    assert not names & {name for kind, name in world.objects if kind == "Pod"}
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    assert counts(world) == (1, 0, 0)
+
+
+async def test_a_second_pod_that_claims_to_be_the_head_costs_no_attempt() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.objects["RayCluster", NAME]["status"] = {}
+    (head,) = world.pods(Role.DRIVER)
+    forged = copied(head)
+    forged["metadata"] |= {"name": "aaa-evil", "uid": "evil", "resourceVersion": "1"}
+    world.objects["Pod", "aaa-evil"] = forged
+    for _ in range(20):
+        world.drive(2)
+        await operator.reconcile()
+        world.now += timedelta(seconds=10)
+    assert counts(world) == (0, 0, 0)
+    assert phase_of(world) is Phase.RUNNING
+    del world.objects["Pod", "aaa-evil"]
+    world.drive(3)
+    await operator.settle(2)
+    assert (world.status.step, [job.attempt for job in world.jobs]) == (3, [1])
