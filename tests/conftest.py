@@ -68,6 +68,16 @@ class StaysTogether(LoadScopeScheduling):
         return "cluster" if tier == "integration" and folder in ON_THE_CLUSTER else file
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Make reports of tests about text in any bytes fit for the connection between processes."""
+    report = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> StaysTogether:
     """Return the scheduler that assigns tests to the processes of `pytest -n 2`.
 

@@ -46,4 +46,4 @@ async def test_the_proxy_keeps_the_limit_and_tells_a_closed_port(
     with pytest.raises(HeadUnreachable, match="more than 10 bytes"):
         await transport.request("GET", pod, METRICS_PORT, "/metrics", headers={}, limit=10)
     with pytest.raises(HeadUnreachable, match="cannot reach it"):
-        await transport.request("GET", pod, 9, "/metrics", headers={}, limit=10)
+        await transport.request("GET", pod, 9, "/metrics", headers={}, limit=10_000)
