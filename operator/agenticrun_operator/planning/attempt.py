@@ -101,7 +101,7 @@ class Over:
     stopped: bool = False
     """True if the driver has saved a checkpoint and stopped in order."""
     disruption: str = ""
-    """What the platform did to the pods of the attempt; empty if the end is the run's own."""
+    """The act of the platform that ended the attempt; empty if the end is the run's own."""
     rebuild: str = ""
     """Why the RayCluster has to be built again; empty if it can be used."""
 

@@ -449,7 +449,7 @@ def scale(state: State, rescaling: Rescaling) -> Result:
 
 
 def _surplus(state: State, role: Role, wanted: int, pool: PoolStatus) -> list[str]:
-    """Return the pods of a role to remove: those that the driver has emptied, then the newest."""
+    """Return the pods of a role to remove: first the pods that the driver has emptied."""
     pods = [pod for pod in state.pods if pod.role is role and not pod.deleting]
     newest = sorted(pods, key=lambda pod: (pod.created_at, pod.name), reverse=True)
     emptied = sorted(newest, key=lambda pod: (pod.name not in pool.vacant, pod.ready))

@@ -130,7 +130,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Said:
-    """What a condition says from now on."""
+    """The new content of a condition."""
 
     status: ConditionStatus
     reason: Reason | str
@@ -149,7 +149,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Result:
-    """What one decision changes. `first | second` joins two results.
+    """The changes of one decision. `first | second` joins two results.
 
     Where both set a field or a condition, the second counts; of two actions on the job, the first.
     """

@@ -115,7 +115,7 @@ class State:
 
     @cached_property
     def savers(self) -> list[Pod]:
-        """The pods without one of which an attempt ends: those that save checkpoints."""
+        """The pods that save checkpoints. An attempt that loses one of them ends."""
         return [pod for pod in self.pods if pod.role in SAVES]
 
     @cached_property
@@ -326,7 +326,7 @@ def kept_pods(state: State) -> bool:
 
 @dataclass(frozen=True)
 class Rescaling:
-    """What follows from a difference between the spec's replicas and the RayCluster's."""
+    """The consequence of different replicas in the spec and in the RayCluster."""
 
     changes: dict[Role, tuple[int, int]]
     """Replicas that the RayCluster was made for and those in the spec, by role."""
@@ -338,7 +338,7 @@ class Rescaling:
 
 
 def find_rescaling(state: State) -> Rescaling:
-    """Compare the replicas in the spec with those that the RayCluster was made for.
+    """Compare the replicas in the spec with the numbers that the RayCluster was made for.
 
     Other replicas take effect while the driver runs (`children.scale`) if it can follow them.
     Otherwise the run is stopped until its RayCluster has been deleted, unless it would lose what it
@@ -437,7 +437,7 @@ def record(state: State) -> State:
         changes["unknown_since"] = None
     else:
         changes["unknown_since"] = job.unknown_since or format_time(state.now)
-    disruption, known = _disruption(state), job.disruption
+    disruption, known = _disruption_now(state), job.disruption
     if known and not disruption and _has_recovered(state):
         known = ""
     failed = job.failed_pod or ("" if known else _failed_pod(state))
@@ -459,7 +459,7 @@ def is_damaged(status: AgenticRunStatus) -> bool:
 
 
 def _repaired(state: State) -> State:
-    """Return the state with another phase if somebody else wrote that the run has ended."""
+    """Return the state with another phase if another client wrote that the run has ended."""
     status = state.status
     if not is_damaged(status):
         return state
@@ -510,11 +510,11 @@ def is_pod_of(head: Pod, job: JobStatus) -> bool:
     return incarnation is not None and incarnation.pod_uid == head.uid
 
 
-def _disruption(state: State) -> str:
+def _disruption_now(state: State) -> str:
     """Return which pod the platform has taken from the attempt, and how; empty if none.
 
     A pod is never replaced under the same uid: a head or trainer pod that is new, or is being
-    deleted, was deleted by somebody else than the operator, which deletes only whole RayClusters.
+    deleted, was deleted by another client: the operator deletes only whole RayClusters.
     """
     if state.observed.kuberay_missing:
         return "" if state.head else "KubeRay was removed, and the pods with it"
@@ -533,7 +533,7 @@ def _disruption(state: State) -> str:
 def _failed_pod(state: State) -> str:
     """Return which pod has ended by its own fault, and why; empty if none.
 
-    KubeRay replaces it at once, and then it looks like one that somebody has deleted.
+    KubeRay replaces it at once, and then it looks like a pod that another client has deleted.
     """
     needed = (pod for pod in state.savers if pod.own_end)
     pod = next(needed, None)
