@@ -466,8 +466,9 @@ class FailurePolicy(Model):
     that has never trained fails if an image cannot be pulled or a container crashes until then. One
     hour is enough for new nodes and large images."""
     wait_seconds: Annotated[int, Field(ge=0, le=604_800)] = 300
-    """Time that the first attempt waits for all env and inference pods. After it, and at each
-    restart, an attempt begins as soon as `minReplicas` of each are ready; the others join later."""
+    """Time that the first attempt waits for all env and inference pods, at most
+    `startupDeadlineSeconds`. After it, and at each restart, an attempt begins as soon as
+    `minReplicas` of each are ready; the others join later."""
     keep_log_tail: bool = True
     """Keep the end of the driver's log in status.logTail after a failure. All users who may read
     the run can read it, even those who may not read the logs of its pods. Values that look like

@@ -9,6 +9,7 @@ run of test_failures.py loses its head pod.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -20,7 +21,8 @@ import pytest
 
 import faults
 from agenticrun_api import Role
-from drills import ENDED, Recorder, Report, Row, broken_promises, with_row
+from agenticrun_operator.lease import DURATION_SECONDS
+from drills import ENDED, TRUE_WITHIN_SECONDS, Recorder, Report, Row, broken_promises, with_row
 from faults import Fault, Site
 from installation import ALL_DRILLS, Images, Operator, objects
 from lake import behind_gate, small_lake
@@ -41,6 +43,8 @@ class Drill:
     """Seconds until the fault is undone."""
     steps: int = 12
     """Of the run, each a second or more."""
+    after_step: int = 3
+    """The fault begins after this step."""
     says: str = ""
     """What the status must show while the fault lasts."""
     trains_on: bool = False
@@ -62,6 +66,8 @@ class Drill:
     env_pods: int = 1
     cpu_limit: str = ""
     """Of the pods of all roles."""
+    true_within: float = TRUE_WITHIN_SECONDS
+    """The status may be untrue for so long."""
     disruptions: int | None = None
     """What the status must count at the end, beside 0 restarts."""
     shows: str = ""
@@ -73,6 +79,15 @@ class Drill:
     def slug(self) -> str:
         return "-".join("".join(c if c.isalnum() else " " for c in self.name.lower()).split())
 
+
+_LEADER_LOST: dict[str, Any] = {
+    "lasts": 15,
+    "steps": 60,
+    "place": faults.two_operators,
+    "untouched": True,
+    "true_within": DURATION_SECONDS + TRUE_WITHIN_SECONDS,
+}
+"""The Lease of a leader that could not release it lasts, and nobody writes the status."""
 
 _SAVED_ON_REQUEST: dict[str, Any] = {"save_steps": 50, "grace": None, "steps": 25}
 """A run that saves only when a pod is about to go."""
@@ -121,7 +136,7 @@ DRILLS = (
     Drill(
         "RayCluster suspended by another controller",
         faults.ray_cluster_suspended,
-        lasts=MINUTES,
+        lasts=10 * MINUTES,
         **_SAVED_ON_REQUEST,
         says="Suspended True ClusterSuspended",
     ),
@@ -162,12 +177,37 @@ DRILLS = (
         shows=faults.EMOJI,
         disruptions=1,
     ),
+    Drill(
+        "20 other runs wait for a webhook of 8 s",
+        faults.runs_wait_for_webhook(20),
+        lasts=MINUTES,
+        steps=90,
+        place=faults.webhook_server(seconds=8, denial="no"),
+        untouched=True,
+    ),
+    Drill(
+        "60 other runs have hung heads", faults.hung_heads(60), lasts=90, steps=240, untouched=True
+    ),
     Drill("emoji in an exception", faults.exception_raised, shows=faults.EMOJI),
+    Drill(
+        "emoji and odd bytes in the driver's log",
+        faults.odd_log_written,
+        end="Failed",
+        spec={"failurePolicy": {"maxRestarts": 0}},
+        shows=faults.EMOJI,
+    ),
+    Drill(
+        "malformed snapshots from the head, then suspended",
+        faults.hostile_snapshots_and_suspended,
+        lasts=10,
+        steps=30,
+    ),
     Drill(
         "checkpoint claim deleted, then suspended",
         faults.claim_deleted_and_suspended,
+        after_step=25,
         lasts=40,
-        steps=60,
+        steps=80,
         untouched=True,
         says="ClusterProvisioned False CheckpointsLost",
     ),
@@ -256,6 +296,15 @@ DRILLS = (
     Drill(
         "helm uninstall, helm install", faults.helm_reinstalled, lasts=20, steps=80, untouched=True
     ),
+    Drill(
+        "the chart's manifests applied again",
+        faults.manifests_applied_again,
+        lasts=15,
+        steps=80,
+        untouched=True,
+    ),
+    Drill("the leader of two operators killed", faults.leader_lost(signal.SIGKILL), **_LEADER_LOST),
+    Drill("the leader of two operators frozen", faults.leader_lost(signal.SIGSTOP), **_LEADER_LOST),
 )
 
 
@@ -279,7 +328,7 @@ def test_a_drill(drill: Drill, runs: Cluster, operator: Operator, images: Images
         code, document = _paced_run(site.name, drill)
         with Recorder(runs, site.name) as recorder:
             runs.apply(code, document)
-            ready = recorder.wait(lambda seen: seen.step >= 3 and seen.trains, 300)
+            ready = recorder.wait(lambda seen: seen.step >= drill.after_step and seen.trains, 300)
             assert ready, (
                 f"the run does not train\n{Report(recorder.samples, time.time()).timeline()}"
             )
@@ -331,7 +380,7 @@ def _let_pass(recorder: Recorder, seconds: float) -> None:
 
 
 def _problems(drill: Drill, report: Report) -> Iterator[str]:
-    yield from broken_promises(report, drill.end)
+    yield from broken_promises(report, drill.end, drill.true_within)
     end = report.end()
     if end and end.phase == drill.end and (drill.why not in end.message or "\n" in end.message):
         yield f"the message does not say {drill.why!r} in one line"

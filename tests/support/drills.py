@@ -119,7 +119,7 @@ class Untruth:
     text: str
 
 
-def untruths(samples: Sequence[Sample]) -> list[Untruth]:
+def untruths(samples: Sequence[Sample], within: float = TRUE_WITHIN_SECONDS) -> list[Untruth]:
     """The longest untruth about each subject, if it lasted longer than it may.
 
     The step in the status may be older than the newest on disk, but not for long.
@@ -145,7 +145,7 @@ def untruths(samples: Sequence[Sample]) -> list[Untruth]:
             seconds = sample.at - began.setdefault(subject, sample.at)
             if subject not in worst or seconds > worst[subject].seconds:
                 worst[subject] = Untruth(seconds, text)
-    return [item for item in worst.values() if item.seconds > TRUE_WITHIN_SECONDS]
+    return [item for item in worst.values() if item.seconds > within]
 
 
 @dataclass(frozen=True)
@@ -191,11 +191,15 @@ class Report:
         return found
 
     def showed(self, text: str) -> bool:
-        """The status had this text in its message or in that of a condition."""
+        """The status had this text: in its message, in that of a condition, or in the log's end."""
         return any(
-            text in message
+            text in shown
             for sample in self.samples
-            for message in (sample.message, *(said[2] for said in sample.conditions().values()))
+            for shown in (
+                sample.message,
+                str((sample.status or {}).get("logTail", "")),
+                *(said[2] for said in sample.conditions().values()),
+            )
         )
 
     def trained_on(self) -> bool:
@@ -291,7 +295,9 @@ def _last_step(sample: Sample) -> int:
     return int((sample.status or {}).get("maxSteps", 0))
 
 
-def broken_promises(report: Report, end: str = "Succeeded") -> Iterator[str]:
+def broken_promises(
+    report: Report, end: str = "Succeeded", within: float = TRUE_WITHIN_SECONDS
+) -> Iterator[str]:
     """Yield what no fault may cause: another end than this, lost steps, an untrue status."""
     ended = report.end()
     if ended is None:
@@ -301,7 +307,7 @@ def broken_promises(report: Report, end: str = "Succeeded") -> Iterator[str]:
         yield f"{ended.phase} instead of {end}"
     if report.lost_beyond_checkpoint():
         yield f"{report.lost_beyond_checkpoint()} saved steps were lost"
-    for item in untruths(report.samples):
+    for item in untruths(report.samples, within):
         yield f"untrue for {item.seconds:.0f} s: {item.text}"
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,12 +24,18 @@ from typing import Any
 import psutil
 
 from agenticrun_api import Role
-from agenticrun_api.names import LABEL_ROLE, LABEL_RUN, LABEL_RUN_UID
+from agenticrun_api.names import (
+    DASHBOARD_PORT,
+    LABEL_ROLE,
+    LABEL_RUN,
+    LABEL_RUN_UID,
+    REPORTER_PORT,
+)
 from devcluster.processes import ProcessTable
 from devcluster.settings import Settings
 from drills import processes_in_pods
 from installation import RELEASE, RUNS, Images, Operator
-from lake import Pods
+from lake import HEAD_CONTAINER, Pods, small_lake
 from testcluster import ROOT, Cluster, devcluster
 from waiting import eventually
 
@@ -97,40 +104,82 @@ def _stopped(processes: list[psutil.Process]) -> Iterator[None]:
                 process.resume()
 
 
-@contextmanager
-def exit_zero(site: Site) -> Iterator[None]:
-    """The driver exits with code 0 in the middle; `BREAKING_CODE` is a part of it."""
-    site.pods.execute(site.pods.head(), "touch", _BREAK)
-    yield
-
-
 EMOJI = "\U0001f6ab \u4e0d\u884c \U0001f917"
 """Characters of three and four bytes."""
-
-
-@contextmanager
-def exception_raised(site: Site) -> Iterator[None]:
-    """The user's code raises an exception whose text is not ASCII."""
-    script = f"printf '%s' '{EMOJI}' > {_BREAK}.new && mv {_BREAK}.new {_BREAK}"
-    site.pods.execute(site.pods.head(), "sh", "-c", script)
-    yield
-
-
 _BREAK = "/tmp/break"
 BREAKING_CODE = f"""
-import os, pathlib
+import pathlib
 
 def keep_all(scores):
     asked = pathlib.Path({_BREAK!r})
     if asked.exists():
-        text = asked.read_text()
+        code = asked.read_text()
         asked.unlink()
-        if text:
-            raise RuntimeError(text)
-        os._exit(0)
+        exec(code, {{}})
     return False
 """
-"""A group filter, which the driver calls for each group."""
+"""A group filter, which the driver calls for each group; it runs the code of `in_the_driver`."""
+
+
+def in_the_driver(code: str) -> Fault:
+    """The user's code in the driver's process does this, once."""
+
+    @contextmanager
+    def fault(site: Site) -> Iterator[None]:
+        script = f"cat > {_BREAK}.new && mv {_BREAK}.new {_BREAK}"
+        head = site.pods.head()["metadata"]["name"]
+        container = ("-c", HEAD_CONTAINER)
+        site.runs.kubectl("exec", "-i", head, *container, "--", "sh", "-c", script, stdin=code)
+        yield
+
+    return fault
+
+
+exit_zero = in_the_driver("import os; os._exit(0)")
+exception_raised = in_the_driver(f"raise RuntimeError({EMOJI!r})")
+odd_log_written = in_the_driver(f"""
+import os, sys
+sys.stdout.buffer.write({EMOJI!r}.encode() + b"\\0 \\xff\\xfe \\x1b[31m red\\n")
+sys.stdout.flush()
+os._exit(3)
+""")
+"""The driver fails, and the end of its log is not plain text."""
+
+_hostile_snapshots = in_the_driver("""
+import json
+from agenticrun_api import Progress
+
+well = Progress.model_dump_json
+
+def badly(self, **options):
+    time = "+292277026596-01-01T00:00:00Z"
+    checkpoint = {"uri": "/checkpoints", "step": 10**20, "time": time, "savedAt": time}
+    odd = {"step": 10**30, "startTime": time, "message": "\\0 \\ud83e", "checkpoint": checkpoint}
+    return json.dumps(json.loads(well(self, **options)) | odd)
+
+Progress.model_dump_json = badly
+""")
+
+
+@contextmanager
+def hostile_snapshots_and_suspended(site: Site) -> Iterator[None]:
+    """All snapshots of the driver are malformed from now on, and the user suspends the run."""
+    with _hostile_snapshots(site):
+        time.sleep(10)
+        _suspend(site, True)
+        eventually(lambda: _status(site)["phase"] == "Suspended", 120, "suspended", interval=0.5)
+        yield
+        _suspend(site, False)
+
+
+def _suspend(site: Site, value: bool) -> None:
+    patch = json.dumps({"spec": {"suspend": value}})
+    site.runs.kubectl("patch", "agenticrun", site.name, "--type=merge", f"--patch={patch}")
+
+
+def _status(site: Site) -> dict[str, Any]:
+    status: dict[str, Any] = (site.runs.get("agenticrun", site.name) or {}).get("status", {})
+    return status
 
 
 def pod_deleted(role: Role) -> Fault:
@@ -178,7 +227,7 @@ def _await_attempt(site: Site, attempt: int) -> None:
     began: list[int] = []
 
     def trains() -> bool:
-        status = (site.runs.get("agenticrun", site.name) or {}).get("status", {})
+        status = _status(site)
         training = any(
             item["type"] == "Training" and item["status"] == "True"
             for item in status.get("conditions", ())
@@ -234,10 +283,9 @@ def phase_written(site: Site) -> Iterator[None]:
     words = ("--subresource=status", "--type=merge", "-p", '{"status": {"phase": "Failed"}}')
     site.runs.kubectl("patch", "agenticrun", site.name, *words)
 
-    def phase() -> str:
-        return str((site.runs.get("agenticrun", site.name) or {})["status"]["phase"])
-
-    eventually(lambda: phase() == "Running", 30, "the phase is repaired", interval=0.2)
+    eventually(
+        lambda: _status(site)["phase"] == "Running", 30, "the phase is repaired", interval=0.2
+    )
     yield
 
 
@@ -330,6 +378,103 @@ def _certificate(host: str) -> dict[str, str]:
 @contextmanager
 def webhook_called(site: Site) -> Iterator[None]:
     """The webhook of `webhook_server` is asked about RayClusters, and the run's is deleted."""
+    with _webhook_configured(site), ray_cluster_deleted(site):
+        yield
+
+
+def runs_wait_for_webhook(count: int) -> Fault:
+    """The webhook of `webhook_server` keeps the RayClusters of other runs waiting."""
+
+    @contextmanager
+    def fault(site: Site) -> Iterator[None]:
+        with _webhook_configured(site), _other_runs(site, count):
+            yield
+
+    return fault
+
+
+@contextmanager
+def _other_runs(site: Site, count: int) -> Iterator[list[str]]:
+    """Runs that train nothing: their RayClusters get no pods."""
+    names = [f"other-{number}" for number in range(count)]
+    documents = [small_lake(name, max_steps=1, save_steps=0) for name in names]
+    for document in documents:
+        document["spec"]["checkpoint"] = {"none": True}
+    site.runs.apply(*documents)
+    try:
+        yield names
+    finally:
+        site.runs.kubectl("delete", "agenticruns", *names, "--wait=true", "--timeout=300s")
+
+
+_HUNG_HEAD = f"""
+import socket, time
+listening = [socket.create_server(("", port)) for port in ({REPORTER_PORT}, {DASHBOARD_PORT})]
+time.sleep(3600)
+"""
+"""Connections are accepted by the kernel, and nothing is ever answered."""
+
+
+def hung_heads(count: int) -> Fault:
+    """Other runs have heads that accept connections and never answer; KubeRay rests."""
+
+    @contextmanager
+    def fault(site: Site) -> Iterator[None]:
+        with _kuberay_scaled_to_zero(site.runs), _other_runs(site, count) as names:
+            for name in names:
+                found = f"the RayCluster of {name} is there"
+                eventually(partial(site.runs.get, "raycluster", name), 120, found, interval=0.5)
+            site.runs.apply(*(_hung_head(site, name) for name in names))
+            names_of_pods = [f"{name}-head" for name in names]
+            ready = ("--for=condition=Ready", "--timeout=400s")
+            site.runs.kubectl("wait", "pods", *names_of_pods, *ready)
+            for name in names:
+                _show_head(site, name)
+            yield
+
+    return fault
+
+
+def _hung_head(site: Site, name: str) -> dict[str, Any]:
+    """Return a head pod as KubeRay labels it, with other programs in it."""
+    cluster = site.runs.get("raycluster", name)
+    assert cluster is not None
+    labels = cluster["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    owner = {key: cluster[key] for key in ("apiVersion", "kind")} | {
+        "name": name,
+        "uid": cluster["metadata"]["uid"],
+        "controller": True,
+    }
+    container = {
+        "name": HEAD_CONTAINER,
+        "image": site.images.operator,
+        "command": ["python", "-c", _HUNG_HEAD],
+        "resources": {"requests": {"cpu": "1m", "memory": "16Mi"}},
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": f"{name}-head",
+            "labels": labels | {"ray.io/cluster": name, "ray.io/node-type": "head"},
+            "ownerReferences": [owner],
+        },
+        "spec": {"terminationGracePeriodSeconds": 0, "containers": [container]},
+    }
+
+
+def _show_head(site: Site, name: str) -> None:
+    """Write into the RayCluster's status which pod is its head, as KubeRay does it."""
+    pod = site.runs.get("pod", f"{name}-head")
+    assert pod is not None
+    head = {"podName": f"{name}-head", "podIP": pod["status"]["podIP"]}
+    patch = json.dumps({"status": {"state": "ready", "head": head}})
+    words = ("--subresource=status", "--type=merge", f"--patch={patch}")
+    site.runs.kubectl("patch", "raycluster", name, *words)
+
+
+@contextmanager
+def _webhook_configured(site: Site) -> Iterator[None]:
     files = (site.runs.get("configmap", _WEBHOOK) or {})["data"]
     namespace = site.runs.namespace
     hook = {
@@ -360,8 +505,7 @@ def webhook_called(site: Site) -> Iterator[None]:
     site.runs.apply(document)
     try:
         time.sleep(3)  # until the apiserver has read it
-        with ray_cluster_deleted(site):
-            yield
+        yield
     finally:
         site.runs.kubectl("delete", "validatingwebhookconfiguration", _WEBHOOK)
 
@@ -370,8 +514,7 @@ def webhook_called(site: Site) -> Iterator[None]:
 def claim_deleted_and_suspended(site: Site) -> Iterator[None]:
     """The claim goes with the last pod that mounts it; a suspension would be its end."""
     site.runs.kubectl("delete", "pvc", f"{site.name}-checkpoints", "--wait=false")
-    patch = json.dumps({"spec": {"suspend": True}})
-    site.runs.kubectl("patch", "agenticrun", site.name, "--type=merge", f"--patch={patch}")
+    _suspend(site, True)
     yield
 
 
@@ -641,6 +784,56 @@ def helm_reinstalled(site: Site) -> Iterator[None]:
         yield
     finally:
         _helm(site, "install", _CHART, "--skip-crds", "-f", "-", *_WAIT, stdin=values)
+
+
+@contextmanager
+def manifests_applied_again(site: Site) -> Iterator[None]:
+    """Argo CD and Flux render the chart without a cluster, and apply it again and again."""
+    values = _helm(site, "get values", "-o", "json")
+    system, key = site.operator.system, f"{RELEASE}-operator-key"
+    before = (system.get("secret", key) or {})["data"]
+    for _ in range(2):
+        words = ("template", RELEASE, _CHART, "-n", system.namespace, "-f", "-")
+        system.kubectl("apply", "-f", "-", stdin=system.command("helm", *words, stdin=values))
+        site.operator.wait_ready()
+    assert (system.get("secret", key) or {})["data"] == before, "the key was rotated"
+    yield
+
+
+@contextmanager
+def two_operators(site: Site) -> Iterator[None]:
+    _upgrade(site, "--set=replicas=2")
+    try:
+        yield
+    finally:
+        _upgrade(site, "--set=replicas=1")
+
+
+def leader_lost(number: signal.Signals) -> Fault:
+    """The operator that holds the Lease is killed or frozen, and the other one takes over."""
+
+    @contextmanager
+    def fault(site: Site) -> Iterator[None]:
+        system = site.operator.system
+
+        def holder() -> str:
+            (lease,) = system.list("leases")
+            return str(lease["spec"]["holderIdentity"])
+
+        before = holder()
+        (uid,) = {
+            pod["metadata"]["uid"]
+            for pod in system.list("pods")
+            if before.startswith(pod["metadata"]["name"])
+        }
+        found = processes_in_pods(["agenticrun_operator"], uid)
+        assert found, "no such process: a signal needs the host cluster"
+        for process in found:
+            process.send_signal(number)
+        eventually(lambda: holder() not in ("", before), 25, "another one leads", interval=0.2)
+        yield
+
+    return fault
 
 
 @contextmanager

@@ -388,8 +388,8 @@ async def test_steps_that_are_added_when_the_schedule_has_ended_are_refused_and_
     why = "the run ends at step 2, not at maxSteps 5: actor_train: the schedule has brought"
     assert why in caplog.text
     assert any(shown.message.startswith(why) for shown in run.sink.snapshots)
-    assert summary(2, run.loop).startswith("trained 2 steps; validation success ")
-    assert summary(2, run.loop).endswith("with lrSchedulerType: constant")
+    assert summary(2, 5, run.loop).startswith("trained 2 steps; validation success ")
+    assert summary(2, 5, run.loop).endswith("with lrSchedulerType: constant")
 
     saved = run.store.newest()
     assert saved is not None
@@ -398,7 +398,7 @@ async def test_steps_that_are_added_when_the_schedule_has_ended_are_refused_and_
         again.schedule_ended = True
         await again.loop.run()
         assert again.events == ["sync 2", "play validation", "save step-2"]
-        assert why in summary(2, again.loop)
+        assert why in summary(2, 5, again.loop)
         saved = again.store.newest()
         assert saved is not None
     first = Run(tmp_path, resume=saved.driver_state(), maxSteps=5, evalSteps=1)
@@ -433,8 +433,10 @@ async def test_steps_that_were_refused_are_forgotten_when_they_are_taken_back(
     run.store.save = extend_then_save  # type: ignore[method-assign,assignment]
     await run.loop.run()
     assert run.loop.early_end is None
-    assert summary(2, run.loop) == "trained 2 steps"
-    assert summary(1, run.loop) == "trained 1 step"
+    assert summary(2, 2, run.loop) == "trained 2 steps"
+    assert summary(1, 1, run.loop) == "trained 1 step"
+    lowered = "trained 184 steps; maxSteps was lowered to 5, which ended the run"
+    assert summary(184, 5, run.loop) == lowered
 
 
 async def test_guards_that_change_keep_their_count(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ class AttemptRunner:
             if following is not None:
                 following.cancel()
             await actors.stop()
-        return summary(progress.step, loop)
+        return summary(progress.step, progress.max_steps, loop)
 
 
 async def _follow_replicas(
@@ -268,9 +268,11 @@ def exit_code(report: FinalReport) -> ExitCode:
     return ExitCode.FAILED if report.retryable else ExitCode.INVALID_CONFIG
 
 
-def summary(steps: int, loop: Loop) -> str:
+def summary(steps: int, max_steps: int, loop: Loop) -> str:
     """Return the message of a run that succeeded."""
     parts = [f"trained {steps} step{'s' * (steps != 1)}"]
+    if steps > max_steps:
+        parts.append(f"maxSteps was lowered to {max_steps}, which ended the run")
     success = success_of(loop.last_validation)
     if success is not None:
         baselines = ", ".join(
