@@ -153,6 +153,12 @@ SERIES = (
         counter=True,
     ),
     Series(
+        "agenticrun_run_disruptions",
+        "Attempts that the platform ended: a drain, a preemption, a lost node.",
+        lambda state: _plain(state.status.disruptions),
+        counter=True,
+    ),
+    Series(
         "agenticrun_run_failures_without_progress",
         "Failures since the run last got further. Above failurePolicy.maxRestarts, the run fails.",
         _until_end(lambda status: _plain(status.failures_without_progress)),

@@ -107,7 +107,7 @@ def plan(
     state = record(_remember_refusal(state))
     result = Result(fields=_changed(run, state))
     if is_damaged(run.status):
-        message = "the phase of an ended run was written by somebody else: the run continues"
+        message = "the phase of an ended run was written by another client: the run continues"
         result |= Result(events=(warning(Reason.STATUS_REPAIRED, message),))
     rescaling = find_rescaling(state)
     situation = find_situation(state, rescaling)

@@ -42,6 +42,7 @@ async def test_a_run_that_trains_has_its_numbers(world: World, operator: Operato
     ]
     assert ({"role": "driver"}, 1) in found["agenticrun_run_ready_pods"]
     assert found["agenticrun_run_restarts_total"] == [({}, 0)]
+    assert found["agenticrun_run_disruptions_total"] == [({}, 0)]
 
 
 async def test_the_last_numbers_stay_while_a_driver_starts_again(

@@ -9,7 +9,7 @@ import functools
 import inspect
 import traceback
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -95,38 +95,38 @@ def _with_clean_error(method: Any) -> Any:
     if inspect.isasyncgenfunction(method):
 
         async def wrapper(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            try:
+            with _clean_errors():
                 async with aclosing(method(*args, **kwargs)) as items:
                     async for item in items:
                         yield item
-            except Exception as error:
-                raise _clean(error)  # noqa: B904  (the same error, or one instead of it)
 
     elif inspect.iscoroutinefunction(method):
 
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            try:
+            with _clean_errors():
                 return await method(*args, **kwargs)
-            except Exception as error:
-                raise _clean(error)  # noqa: B904
 
     elif inspect.isgeneratorfunction(method):
 
         def wrapper(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            try:
+            with _clean_errors():
                 yield from method(*args, **kwargs)
-            except Exception as error:
-                raise _clean(error)  # noqa: B904
 
     else:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            try:
+            with _clean_errors():
                 return method(*args, **kwargs)
-            except Exception as error:
-                raise _clean(error)  # noqa: B904
 
     return functools.wraps(method)(wrapper)
+
+
+@contextmanager
+def _clean_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise _clean(error)  # noqa: B904  (the same error, or one instead of it)
 
 
 def _clean(error: Exception) -> Exception:
