@@ -39,6 +39,8 @@ _ENV = {
     **RAY_ENV,
     "RAY_JOB_STOP_WAIT_TIME_S": str(JOB_STOP_WAIT_SECONDS),
     "RAY_DISABLE_IMPORT_WARNING": "1",
+    # Ray Serve's proxies need this time after SIGTERM; a pod of ours would keep its GPUs for it.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }
 _REPORTER_VOLUMES = ("work", "run", "reporter-token")
 POD_IP_VARIABLE = "AGENTICRUN_POD_IP"
