@@ -215,7 +215,6 @@ class SimulatedEngine:
         self._port.seats = SEATS
 
     async def requests_address(self) -> Address:
-        """See `EngineActor`."""
         return await self._port.address()
 
     async def close(self) -> None:
@@ -291,7 +290,6 @@ class ScriptedAgent:
         env: Env,  # noqa: ARG002  # the protocol has it
         generate: Generate,
     ) -> Trajectory:
-        """See `Agent`."""
         plan, turns = script(episode.key.group, episode.key.member), []
         for number, (tokens, wait) in enumerate(zip(plan.tokens_K, plan.waits_K, strict=True)):
             sampling = SamplingParams(max_new_tokens=tokens)
@@ -500,7 +498,6 @@ class EndlessAgent:
         env: Env,  # noqa: ARG002  # the protocol has it
         generate: Generate,
     ) -> Trajectory:
-        """See `Agent`."""
         rng = random.Random(str(episode.key))
         for number in itertools.count():
             if LOAD.ended:
@@ -542,7 +539,6 @@ class Elsewhere:
         self._address = address
 
     async def requests_address(self) -> Address:
-        """See `EngineActor`."""
         return self._address
 
 

@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.envs.env import StepResult
 
@@ -53,8 +55,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 class SlowFrozenLake(FrozenLake):
     """FrozenLake of which each step takes as long as a call over a network."""
 
+    @override
     async def step(self, action: str) -> StepResult:  # type: ignore[override]
-        """See `Env`."""
         slow = random.random() < STRAGGLERS
         typical = MEAN_WAIT * random.lognormvariate(-SIGMA * SIGMA / 2, SIGMA)
         await asyncio.sleep(STRAGGLER_SECONDS if slow else typical)

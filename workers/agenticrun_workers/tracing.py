@@ -397,11 +397,9 @@ class Traced:
         return read_clock()
 
     def begin_trace(self, max_spans: int) -> None:
-        """See `Recorder.begin`."""
         self.recorder.begin(max_spans)
 
     def end_trace(self) -> Recording | None:
-        """See `Recorder.end`."""
         return self.recorder.end()
 
 

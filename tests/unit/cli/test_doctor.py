@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from typing_extensions import override
 
 from agenticrun_api.crd import custom_resource_definition
 from agenticrun_workers.cli import app
@@ -236,8 +237,8 @@ class Account(Kubectl):
         super().__init__()
         self._denied = denied
 
+    @override
     def run(self, *words: str, timeout: float = 60.0) -> bytes:
-        """See `Kubectl`."""
         if words[0] == "version":
             return b'{"serverVersion": {"gitVersion": "v1.34.0"}}'
         if words[:2] == ("auth", "can-i"):

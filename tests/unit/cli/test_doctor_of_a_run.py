@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from typing_extensions import override
 
 from agenticrun_api import AgenticRun, parse_run
 from agenticrun_workers.cli import app
@@ -300,8 +301,8 @@ class Answers(Kubectl):
         self._known = known
         self.denied = ""
 
+    @override
     def run(self, *words: str, timeout: float = 60.0) -> bytes:
-        """See `Kubectl`."""
         _, kind, name, *_ = words
         if kind == self.denied:
             raise SourceError(f"kubectl get {kind} {name}: Forbidden")
@@ -309,8 +310,8 @@ class Answers(Kubectl):
             raise SourceError(f"kubectl get {kind} {name}: (NotFound): {kind} {name!r} not found")
         return self._known[name].encode()
 
+    @override
     def json(self, *words: str) -> dict[str, Any]:
-        """See `Kubectl`."""
         return {"items": [node("a")] if words[0] == "nodes" else []}
 
 

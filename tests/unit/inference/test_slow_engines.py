@@ -60,7 +60,6 @@ class Engine:
         """When each request came."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """See `InferenceEngine`."""
         loop = asyncio.get_running_loop()
         self.asked.append(loop.time())
         sampled = self._in_flight[request.request_id] = SampledTokens()
@@ -82,16 +81,13 @@ class Engine:
         return sampled.response(FinishReason.ABORT if aborted else FinishReason.LENGTH)
 
     def progress(self, request_id: str, start: int) -> Generation | None:
-        """See `ReportsProgress`."""
         sampled = self._in_flight.get(request_id)
         return None if sampled is None else sampled.since(start)
 
     async def abort(self, request_ids: list[str]) -> None:
-        """See `InferenceEngine`."""
         self._aborted |= self._in_flight.keys() & set(request_ids)
 
     def stats(self) -> EngineStats:
-        """See `InferenceEngine`."""
         return EngineStats(
             0,
             len(self._in_flight),

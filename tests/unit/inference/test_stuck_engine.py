@@ -33,10 +33,9 @@ class Engine:
     held: Callable[[float], bool] = lambda seconds: False
 
     async def check_health(self) -> None:
-        """See `InferenceEngine`."""
+        pass
 
     def stats(self) -> EngineStats:
-        """See `InferenceEngine`."""
         now = asyncio.get_running_loop().time()
         return EngineStats(
             policy_version=0,

@@ -67,7 +67,6 @@ class Model:
         self._computed = 0
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """See `InferenceEngine`."""
         aborted = self._in_flight[request.request_id] = asyncio.Event()
         tokens_T = self._rng.choice(self._answers)
         seconds = len(tokens_T) * 0.3 if self.fault == "slow" else self._rng.uniform(0, 0.02)
@@ -113,23 +112,19 @@ class Model:
         return good
 
     async def abort(self, request_ids: list[str] | None = None) -> None:
-        """See `InferenceEngine`."""
         for request_id in [*self._in_flight] if request_ids is None else request_ids:
             if request_id in self._in_flight:
                 self._in_flight[request_id].set()
 
     async def check_health(self) -> None:
-        """See `InferenceEngine`."""
         if self.fault == "nothing":
             raise EngineError("the server does not answer")
 
     def stats(self) -> EngineStats:
-        """See `InferenceEngine`."""
         running, computed = len(self._in_flight), self._computed
         return EngineStats(self.version, running, 0, 0, 0, 0.0, computed_tokens=computed)
 
     async def stop(self) -> None:
-        """See `InferenceEngine`."""
         await self.abort()
 
 

@@ -57,7 +57,6 @@ class LoadingEngine:
     async def begin_update(self, version: int) -> None: ...
 
     async def take_bucket(self, path: str, checksum: int) -> None:
-        """See `WeightReceiver`."""
         async with self._loading:
             await asyncio.sleep(1.0)
 

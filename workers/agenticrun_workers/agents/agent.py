@@ -91,7 +91,7 @@ class AgentLimits:
     top_k: int = 0
     min_p: float = 0.0
     record_temperature: float | None = None
-    """See `SamplingParams`."""
+    """Temperature of the recorded log-probs; None = `temperature` (1 for greedy decoding)."""
     step_timeout: float | None = None
     """Seconds that the environment may take for one reset or step (None: any)."""
 

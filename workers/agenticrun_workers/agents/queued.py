@@ -92,7 +92,6 @@ class QueuedAgent:
     async def collect_trajectory(
         self, episode: Episode, env: Env | EnvironmentService, generate: Generate
     ) -> list[Trajectory]:
-        """See `Agent`."""
         view = view_of(env, episode, self._calls)
         return await QueuedEpisode(
             self.user.collect_trajectory,

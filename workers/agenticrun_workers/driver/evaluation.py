@@ -302,7 +302,6 @@ class _Counted:
     progressed: Progressed
 
     async def run(self, task: EpisodeTask) -> EpisodeResult:
-        """See `RolloutBackend`."""
         result = await self.backend.run(task)
         self.progressed(1)
         return result

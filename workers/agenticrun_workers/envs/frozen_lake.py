@@ -261,7 +261,6 @@ class FrozenLake:
         return [*(row + "\n" for row in upper), *(row + s.goal for row in last)]
 
     def render(self) -> NDArray[np.uint8]:
-        """See `Renders`."""
         return draw_lake(to_array(self._holes, self.size), divmod(self._place, self.size + 1))
 
     def board(self) -> str:

@@ -119,19 +119,15 @@ class IsolatedEnv:
         return bool(self._latest["bytes"] - self._bytes_at_first > MAX_GROWTH)
 
     async def set_item(self, item: Mapping[str, Any]) -> None:
-        """See `TakesItem`."""
         await self._call("set_item", dict(item))
 
     async def reset(self, seed: int, split: Stream) -> str | tuple[str, Mapping[str, Any]]:
-        """See `Env`."""
         return cast("str | tuple[str, Mapping[str, Any]]", await self._call("reset", seed, split))
 
     async def step(self, action: str) -> StepResult:
-        """See `Env`."""
         return cast(StepResult, await self._call("step", action))
 
     async def valid_actions(self) -> list[str]:
-        """See `Env`."""
         return cast(list[str], await self._call("valid_actions"))
 
     def end(self) -> None:

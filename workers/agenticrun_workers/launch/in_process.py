@@ -18,6 +18,8 @@ from contextvars import Context, copy_context
 from queue import SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
+from typing_extensions import override
+
 from agenticrun_api import Role
 from agenticrun_workers.launch.handle import (
     ActorDied,
@@ -26,7 +28,7 @@ from agenticrun_workers.launch.handle import (
     OtherActorDied,
     Result,
 )
-from agenticrun_workers.launch.launcher import ActorOptions, Node, shared_node
+from agenticrun_workers.launch.launcher import ActorOptions, Launcher, Node, shared_node
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
@@ -51,17 +53,16 @@ class Closable(Protocol):
     def close(self) -> object: ...
 
 
-class InProcessLauncher:
+class InProcessLauncher(Launcher):
     """Starts actors in this process. Close it to end them."""
 
     def __init__(self) -> None:
         self._actors: list[_Actor] = []
 
+    @override
     def start(
         self, options: ActorOptions, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs
     ) -> ActorHandle[A]:
-        """See `Launcher`."""
-
         def make() -> A:
             return cls(*args, **kwargs)
 
@@ -74,14 +75,15 @@ class InProcessLauncher:
         self._actors = [*(each for each in self._actors if not each.ended), actor]
         return InProcessHandle(actor)
 
+    @override
     def put(self, value: T) -> Result[T]:
-        """See `Launcher`."""
         result = InProcessResult[T]()
         result.set(value)
         return result
 
+    @override
     def offers(self, node_id: str) -> Collection[str]:
-        """See `Launcher`. This process has room for any number of actors of any role."""
+        """This process has room for any number of actors of any role."""
         return [role.value for role in Role] if node_id == NODE.node_id else []
 
     def close(self) -> None:
@@ -107,8 +109,8 @@ class InProcessResult(Result[T_co]):
         value: T_co = yield from asyncio.wrap_future(self._future).__await__()
         return value
 
+    @override
     def wait(self) -> T_co:
-        """See `Result`."""
         value: T_co = self._future.result()
         return value
 
@@ -134,8 +136,8 @@ class InProcessHandle(ActorHandle[A_co]):
     def __init__(self, actor: _Actor) -> None:
         self._actor = actor
 
+    @override
     def kill(self) -> None:
-        """See `ActorHandle`."""
         self._actor.kill("it was killed")
 
     def _call(self, call: Invocation) -> Result[Any]:

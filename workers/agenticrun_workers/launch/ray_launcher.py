@@ -23,6 +23,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from typing_extensions import override
 
 from agenticrun_api.base import clean_text
 from agenticrun_workers.launch.handle import (
@@ -33,7 +34,7 @@ from agenticrun_workers.launch.handle import (
     OtherActorDied,
     Result,
 )
-from agenticrun_workers.launch.launcher import ActorOptions, Node
+from agenticrun_workers.launch.launcher import ActorOptions, Launcher, Node
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
@@ -42,22 +43,22 @@ T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
 
 
-class RayLauncher:
+class RayLauncher(Launcher):
     """Starts actors on the Ray that this process is connected to."""
 
+    @override
     def start(
         self, options: ActorOptions, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs
     ) -> ActorHandle[A]:
-        """See `Launcher`."""
         remote = _remote_class(cls)
         return RayHandle(remote.options(**ray_options(options)).remote(*args, **kwargs))
 
+    @override
     def put(self, value: T) -> Result[T]:
-        """See `Launcher`."""
         return RayResult(ray.put(value))
 
+    @override
     def offers(self, node_id: str) -> Collection[str]:
-        """See `Launcher`."""
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         resources = {node["NodeID"]: node.get("Resources", {}) for node in nodes}
         return [name for name, amount in resources.get(node_id, {}).items() if amount]
@@ -180,11 +181,9 @@ class RayHandle(ActorHandle[A_co]):
         self._actor = actor
         self._killed = False
 
+    @override
     def kill(self) -> None:
-        """See `ActorHandle`.
-
-        Ray ends the process some time later, and until then it could still take calls.
-        """
+        """Ray ends the process some time later, and until then it could still take calls."""
         self._killed = True
         ray.kill(self._actor)
 
@@ -219,8 +218,8 @@ class RayResult(Result[T_co]):
             _raise_ours(error)
         return value
 
+    @override
     def wait(self) -> T_co:
-        """See `Result`."""
         try:
             value: T_co = ray.get(self._ref)
         except RayError as error:
@@ -235,8 +234,8 @@ class KilledResult(Result[Any]):
         yield from ()
         return self.wait()
 
+    @override
     def wait(self) -> NoReturn:
-        """See `Result`."""
         raise ActorDied("the actor was killed before the call")
 
 

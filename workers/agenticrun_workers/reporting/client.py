@@ -10,6 +10,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Protocol
 
+from typing_extensions import override
+
 from agenticrun_api import Commands, Progress
 from agenticrun_api.names import DRIVER_HEADER, TOKEN_HEADER
 
@@ -40,7 +42,7 @@ INTERVAL_SECONDS = 1.0
 FINAL_TRIES = 30
 
 
-class ReporterClient:
+class ReporterClient(ProgressSink):
     """Posts the newest snapshot to the reporter in the background; a `ProgressSink`.
 
     Args:
@@ -70,17 +72,18 @@ class ReporterClient:
         )
         self._poster = asyncio.create_task(self._post_forever(), name="reporter")
 
+    @override
     def update(self, progress: Progress) -> None:
-        """See `ProgressSink`."""
         self._newest = progress
         self._changed.set()
 
+    @override
     def sample(self, transcript: str) -> None:
-        """See `ProgressSink`: samples are in the log only."""
+        """Samples are in the log only."""
         log.info("sample:\n%s", transcript)
 
+    @override
     async def finish(self, progress: Progress) -> None:
-        """See `ProgressSink`."""
         if self._poster is not None:
             self._poster.cancel()
             await asyncio.wait([self._poster])

@@ -21,8 +21,10 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import override
 
 from agenticrun_api import Activity, AgenticRun, Progress
+from agenticrun_workers.reporting.client import ProgressSink
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class RunConsole(Console):
             super().on_broken_pipe()
 
 
-class PlainDisplay:
+class PlainDisplay(ProgressSink):
     """A `ProgressSink` that prints a line per step, and some lines per phase around the steps."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -61,8 +63,8 @@ class PlainDisplay:
     def __exit__(self, *_: object) -> None:
         return
 
+    @override
     def update(self, progress: Progress) -> None:
-        """See `ProgressSink`."""
         if progress.activity not in (Activity.ROLLOUT, Activity.TRAINING, Activity.VALIDATION):
             self._tell_phase(progress)
         elif progress.message not in ("", self._message):
@@ -78,11 +80,12 @@ class PlainDisplay:
             left = "" if remaining is None else f", {duration(remaining)} remaining"
             self._print(f"{line}  ({duration(self._clock() - self._began)} elapsed{left})")
 
+    @override
     def sample(self, transcript: str) -> None:
-        """See `ProgressSink`: samples are not printed."""
+        """Samples are not printed."""
 
+    @override
     async def finish(self, progress: Progress) -> None:
-        """See `ProgressSink`."""
         self.update(progress)
 
     def _tell_phase(self, progress: Progress) -> None:
@@ -99,7 +102,7 @@ class PlainDisplay:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-class LiveDisplay:
+class LiveDisplay(ProgressSink):
     """A `ProgressSink` that keeps a panel of progress, metrics and the newest sample up to date."""
 
     def __init__(
@@ -128,8 +131,8 @@ class LiveDisplay:
     ) -> None:
         self._live.__exit__(kind, value, trace)
 
+    @override
     def update(self, progress: Progress) -> None:
-        """See `ProgressSink`."""
         before = self._progress
         if before is not None:
             measured = validation_result(progress.metrics)
@@ -139,12 +142,12 @@ class LiveDisplay:
                 self._rewards.append(progress.reward)
         self._progress = progress
 
+    @override
     def sample(self, transcript: str) -> None:
-        """See `ProgressSink`."""
         self._sample = transcript
 
+    @override
     async def finish(self, progress: Progress) -> None:
-        """See `ProgressSink`."""
         self.update(progress)
         self._live.refresh()
 

@@ -37,6 +37,7 @@ from typing import Any
 import psutil
 import yaml
 from pydantic import ValidationError
+from typing_extensions import override
 
 from agenticrun_api import AgenticRun, Progress, Role
 from agenticrun_api.base import clean_text
@@ -381,7 +382,7 @@ def trace_requests(folder: Path) -> list[TraceRequest]:
     return found
 
 
-class RecordedProgress:
+class RecordedProgress(ProgressSink):
     """A `ProgressSink` that also keeps the newest snapshot in progress.json, for other processes.
 
     Args:
@@ -394,17 +395,18 @@ class RecordedProgress:
         self._file = folder / "progress.json"
         self._works = True
 
+    @override
     def update(self, progress: Progress) -> None:
-        """See `ProgressSink`."""
         self._sink.update(progress)
         self._write(progress)
 
+    @override
     def sample(self, transcript: str) -> None:
-        """See `ProgressSink`: samples have files of their own."""
+        """Samples have files of their own."""
         self._sink.sample(transcript)
 
+    @override
     async def finish(self, progress: Progress) -> None:
-        """See `ProgressSink`."""
         self._write(progress)
         await self._sink.finish(progress)
 

@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from typing_extensions import override
+
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.inference.client import RequestServer
 from agenticrun_workers.launch import (
@@ -190,7 +192,7 @@ class _Worker:
         )
 
 
-class EnvPool:
+class EnvPool(TrainingBackend):
     """Env workers that share the groups of a run.
 
     Args:
@@ -288,8 +290,8 @@ class EnvPool:
         self._count = count
         self._settle()
 
+    @override
     async def run(self, task: EpisodeTask) -> EpisodeResult:
-        """See `RolloutBackend`."""
         if self._failure is not None:
             raise self._failure
         given_up = (task.key.stream, task.key.group) in self._given_up
@@ -330,14 +332,14 @@ class EnvPool:
         # `_watch` handles dead workers.
         await asyncio.gather(*calls, return_exceptions=True)
 
+    @override
     def set_bounds(self, bounds: VersionBounds) -> None:
-        """See `TrainingBackend`."""
         self._bounds = bounds
         for worker in self._workers:
             self._send_bounds(worker)
 
+    @override
     def abort(self, group: int) -> None:
-        """See `TrainingBackend`."""
         for opened in self._waiting:
             if opened.group == (Stream.TRAIN, group):
                 opened.abort()

@@ -167,7 +167,7 @@ def describe() -> Mapping[str, str]:
 
 
 def _order(limits: Limits, mode: SandboxMode, scratch: str) -> dict[str, object]:
-    """See `launcher.Order`."""
+    """Return the `launcher.Order` for these limits."""
     return {
         "limits": {
             "AS": limits.memory_mb * 2**20,

@@ -112,29 +112,23 @@ class CriticTrainer:
 
     @property
     def rate_falls_from(self) -> float:
-        """See `StepCounts.falls_from`."""
         return self._optimizer.falls_from
 
     def stretch_schedule(self, steps_left: int) -> None:
-        """See `StepCounts.stretch`."""
         self._optimizer.stretch(steps_left)
 
     def offload(self) -> None:
-        """See `PolicyTrainer.offload`."""
         self._optimizer.move(torch.device("cpu"))
         self._model.offload()
 
     def onload(self) -> None:
-        """See `PolicyTrainer.onload`."""
         self._model.onload()
         self._optimizer.move(self._model.home)
 
     def save(self, folder: str) -> None:
-        """See `PolicyTrainer.save`."""
         checkpoint.save(folder, self._model.module, self._optimizer.adamw, self._optimizer.counts())
 
     def load(self, folder: str) -> None:
-        """See `PolicyTrainer.load`."""
         self._optimizer.restore(
             checkpoint.load(
                 folder, self._model.module, self._optimizer.adamw, self._optimizer.counts()

@@ -249,13 +249,11 @@ class Fsdp2Strategy:
         self.adapters = Adapters.of(model.module.model, _whole, model.ranks.rank)
 
     def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
-        """See `Strategy`."""
         return score(self.model, samples, temperature)
 
     def forward_backward(
         self, batches: list[MicroBatch], temperature: float, loss: PartLoss
     ) -> None:
-        """See `Strategy`."""
         for batch in batches:
             with device_span("forward"):
                 part = loss(batch, *self.model.module(batch, temperature))
@@ -263,36 +261,30 @@ class Fsdp2Strategy:
                 part.backward()  # type: ignore[no-untyped-call]
 
     def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
-        """See `Strategy`."""
         return self.steps.step(rate, scheduled=scheduled)
 
     def reset_optimizer(self) -> None:
-        """See `Strategy`."""
         self.steps.adamw.state.clear()
 
     def gradients(self) -> dict[str, Tensor]:
-        """See `Strategy`."""
         return {
             name.removeprefix("model."): gradient
             for name, gradient in self.steps.gradients().items()
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Strategy`. Tied parameters have the name that `named_parameters` gives."""
+        """Tied parameters have the name that `named_parameters` gives."""
         for name, weight in whole_weights(self.model.module.model, _whole):
             if self.ranks.rank == 0:
                 yield name, weight.to(self.model.dtype)
 
     def hugging_face_model(self) -> PreTrainedModel:
-        """See `Strategy`."""
         return self.model.module.model
 
     def save(self, folder: str, progress: dict[str, int]) -> None:
-        """See `Strategy`."""
         checkpoint.save(folder, self.model.module, self.steps.adamw, progress)
 
     def load(self, folder: str, progress: dict[str, int]) -> dict[str, int]:
-        """See `Strategy`."""
         return checkpoint.load(folder, self.model.module, self.steps.adamw, progress)
 
     def offload(self) -> None:
@@ -301,7 +293,6 @@ class Fsdp2Strategy:
         self.model.offload()
 
     def onload(self) -> None:
-        """See `Strategy`."""
         self.model.onload()
         self.steps.move(self.model.home)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from agenticrun_workers.models.heads import UnsupportedModel, split_model
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS, score
@@ -37,28 +38,26 @@ class Sequences(Protocol):
         ...
 
 
-class FullSequences:
+class FullSequences(Sequences):
     """Whole sequences on every rank: all selected tokens are this rank's."""
 
+    @override
     def hidden(self, decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
-        """See `Sequences`.
-
-        transformers derives the bounds of packed sequences from their position ids, but only
-        without a cache and without a two-dimensional mask. With either, the sequences of one row
-        would silently attend to each other.
-        """
+        # transformers derives the bounds of packed sequences from their position ids, but only
+        # without a cache and without a two-dimensional mask. With either, the sequences of one
+        # row would silently attend to each other.
         output = decoder(
             input_ids=batch.ids_BT, position_ids=batch.position_ids_BT, use_cache=False
         )
         hidden_BTH: Tensor = output.last_hidden_state
         return hidden_BTH[batch.rows_N, batch.columns_N]
 
-    def mine(self, batch: MicroBatch, values_N: Tensor) -> Tensor:  # noqa: ARG002
-        """See `Sequences`."""
+    @override
+    def mine(self, batch: MicroBatch, values_N: Tensor) -> Tensor:
         return values_N
 
-    def all(self, batch: MicroBatch, values_n: Tensor) -> Tensor:  # noqa: ARG002
-        """See `Sequences`."""
+    @override
+    def all(self, batch: MicroBatch, values_n: Tensor) -> Tensor:
         return values_n
 
 

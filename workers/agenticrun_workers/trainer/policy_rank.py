@@ -118,7 +118,7 @@ class TrainerActor(ReferenceUpdateMixin):
         return dict(self._strategy.supervised_step(samples))
 
     def end_warm_up(self) -> None:
-        """See `PolicyTrainer.end_warm_up`. Call it after the last `warm_up`. Collective."""
+        """Forget the optimizer's state. Call it after the last `warm_up`. Collective."""
         self._strategy.end_warm_up()
 
     @traced

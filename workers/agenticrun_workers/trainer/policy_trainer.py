@@ -68,7 +68,7 @@ class Strategy(Protocol):
         ...
 
     def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
-        """See `PolicyTrainer.compute_log_probs`."""
+        """Return the log-probs of each sample's selected tokens, of logits / temperature."""
         ...
 
     def forward_backward(
@@ -109,7 +109,7 @@ class Strategy(Protocol):
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `PolicyTrainer.export_weights`."""
+        """Yield whole parameters by Hugging Face's names, on rank 0 only."""
         ...
 
     def hugging_face_model(self) -> PreTrainedModel:
@@ -125,11 +125,11 @@ class Strategy(Protocol):
         ...
 
     def offload(self) -> None:
-        """See `PolicyTrainer.offload`."""
+        """Move parameters and optimizer to the host."""
         ...
 
     def onload(self) -> None:
-        """See `PolicyTrainer.onload`."""
+        """Move them back to the device."""
         ...
 
 
@@ -267,11 +267,9 @@ class PolicyTrainer:
 
     @property
     def rate_falls_from(self) -> float:
-        """See `StepCounts.falls_from`."""
         return self.strategy.steps.falls_from
 
     def stretch_schedule(self, steps_left: int) -> None:
-        """See `StepCounts.stretch`."""
         self.strategy.steps.stretch(steps_left)
 
     def offload(self) -> None:

@@ -44,7 +44,6 @@ class ReferencePolicy:
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
-        """See `PolicyTrainer.compute_log_probs`."""
         return score(self._model, samples, self._temperature)
 
     @torch.no_grad()
@@ -78,11 +77,9 @@ class ReferencePolicy:
             )
 
     def offload(self) -> None:
-        """See `PolicyTrainer.offload`."""
         self._model.offload()
 
     def onload(self) -> None:
-        """See `PolicyTrainer.onload`."""
         self._model.onload()
 
     def save(self, folder: str) -> None:
@@ -90,5 +87,4 @@ class ReferencePolicy:
         checkpoint.save(folder, self._model.module, None, {})
 
     def load(self, folder: str) -> None:
-        """See `PolicyTrainer.load`."""
         checkpoint.load(folder, self._model.module, None, {})

@@ -24,10 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typing_extensions import override
 
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.trainer.micro_batch import MicroBatch
-from agenticrun_workers.trainer.modules import packed_probe, probe_tolerance
+from agenticrun_workers.trainer.modules import Sequences, packed_probe, probe_tolerance
 from agenticrun_workers.trainer.ranks import Ranks
 
 NAME = "ulysses"
@@ -50,7 +51,7 @@ class Rows:
     """Mask of layers that attend to a window."""
 
 
-class UlyssesSequences:
+class UlyssesSequences(Sequences):
     """`Sequences` for a decoder with the attention of this module. Collective to construct.
 
     Construct it before the decoder is sharded: it replaces the decoder's attention.
@@ -87,20 +88,20 @@ class UlyssesSequences:
         self._slides = "sliding_attention" in (getattr(self._config, "layer_types", None) or ())
         self._check(decoder, ranks, packed)
 
+    @override
     def hidden(self, decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
-        """See `Sequences`."""
         pieces_BtH = self._pieces(decoder, batch.ids_BT, batch.position_ids_BT)
         mine_n = self._mine(batch)
         return pieces_BtH[
             batch.rows_N[mine_n], batch.columns_N[mine_n] - self._place * pieces_BtH.shape[1]
         ]
 
+    @override
     def mine(self, batch: MicroBatch, values_N: Tensor) -> Tensor:
-        """See `Sequences`."""
         return values_N[self._mine(batch)]
 
+    @override
     def all(self, batch: MicroBatch, values_n: Tensor) -> Tensor:
-        """See `Sequences`."""
         placed_N = values_n.new_zeros(len(batch.columns_N)).index_copy(
             0, self._mine(batch), values_n
         )

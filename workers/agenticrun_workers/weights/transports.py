@@ -15,6 +15,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from typing_extensions import override
+
 from agenticrun_workers.launch import ActorDied, ActorHandle, Result, liveness
 from agenticrun_workers.weights.buckets import WrittenBucket
 from agenticrun_workers.weights.node import NodeWeights, PublishedBucket
@@ -173,9 +175,10 @@ class WeightTransport(Protocol):
         ...
 
 
-class ObjectStoreTransport:
+class ObjectStoreTransport(WeightTransport):
     """Sends buckets through Ray's object store, one by one."""
 
+    @override
     async def transfer(
         self,
         written: AsyncIterable[WrittenBucket],
@@ -183,7 +186,6 @@ class ObjectStoreTransport:
         nodes: list[NodeHandle],
         arrivals: ArrivalStreams,
     ) -> int:
-        """See `WeightTransport`."""
         total = 0
         in_flight: deque[tuple[WrittenBucket, asyncio.Task[int]]] = deque()
         alive = list(nodes)
@@ -231,7 +233,7 @@ class ObjectStoreTransport:
         )
 
 
-class DiskTransport:
+class DiskTransport(WeightTransport):
     """Publishes buckets in a folder that all nodes reach, and has nodes load complete versions.
 
     Args:
@@ -242,6 +244,7 @@ class DiskTransport:
         self.uri = uri
         self._versions = 0
 
+    @override
     async def transfer(
         self,
         written: AsyncIterable[WrittenBucket],
@@ -249,7 +252,6 @@ class DiskTransport:
         nodes: list[NodeHandle],
         arrivals: ArrivalStreams,
     ) -> int:
-        """See `WeightTransport`."""
         if not self._versions:
             # Left by an attempt that was killed.
             await home.handle.call(lambda actor: actor.delete(self.uri))

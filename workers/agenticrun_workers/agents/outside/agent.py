@@ -114,7 +114,6 @@ class OutsideAgent:
     async def collect_trajectory(
         self, episode: Episode, env: Env, generate: Generate
     ) -> list[Trajectory]:
-        """See `Agent`."""
         metrics = EpisodeMetrics()
         session = Session(self._policy, episode, generate)
         try:

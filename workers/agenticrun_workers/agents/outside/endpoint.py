@@ -80,7 +80,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def serving(self, session: Session) -> AsyncIterator[Address]:
-        """See `serving` of this module."""
+        """Serve the endpoint while the block runs."""
         secret = secrets.token_urlsafe(SECRET_BYTES)
         async with self._changing:
             if self._runner is None:

@@ -204,7 +204,6 @@ class Sokoban:
         return cells if self._words == "cells" else [*cells, *self._rows()]
 
     def render(self) -> NDArray[np.uint8]:
-        """See `Renders`."""
         kinds = {symbol: number for number, symbol in enumerate(astuple(self.symbols))}
         return draw_room(
             np.array(

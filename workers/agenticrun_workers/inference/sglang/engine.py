@@ -25,13 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from agenticrun_workers.inference.engine import (
     EngineError,
     EngineStartError,
     EngineStats,
+    InferenceEngine,
     LoadMeter,
+    ReportsProgress,
     SampledTokens,
+    SupportsBroadcast,
 )
 from agenticrun_workers.inference.model_files import (
     RequestLimits,
@@ -82,7 +86,7 @@ class _InFlight:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class SglangEngine:
+class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     """The engine SGLang; see the module's docstring. Implements `InferenceEngine`.
 
     Args:
@@ -145,8 +149,8 @@ class SglangEngine:
         assert self._process is not None, "started"
         return self._process.url
 
+    @override
     async def start(self) -> None:
-        """See `InferenceEngine`."""
         options = self._options
         self._limits = RequestLimits.of_model(options.folder, options.max_length)
         self._shapes, self._tied = shapes_of_model(options.folder), is_tied(options.folder)
@@ -172,8 +176,8 @@ class SglangEngine:
             await self.stop()
             raise
 
+    @override
     async def generate(self, request: GenerationRequest) -> Generation:
-        """See `InferenceEngine`."""
         if self._refusal:
             raise EngineError(self._refusal)
         self._limits.check(request, self._in_flight)
@@ -195,15 +199,15 @@ class SglangEngine:
                 del self._in_flight[request.request_id]
                 flight.done.set()
 
+    @override
     def progress(self, request_id: str, start: int) -> Generation | None:
-        """See `ReportsProgress`."""
         flight = self._in_flight.get(request_id)
         if flight is None or flight.ended or self._restart_on_update:
             return None
         return flight.sampled.since(start)
 
+    @override
     async def abort(self, request_ids: list[str] | None = None) -> None:
-        """See `InferenceEngine`."""
         wanted = list(self._in_flight) if request_ids is None else request_ids
         flights = [flight for each in wanted if (flight := self._in_flight.get(each))]
         loop = asyncio.get_running_loop()
@@ -222,23 +226,22 @@ class SglangEngine:
                 async with asyncio.timeout(ABORT_SECONDS):
                     await asyncio.gather(*(flight.done.wait() for flight in pending))
 
+    @override
     async def pause(self) -> None:
-        """See `InferenceEngine`."""
         async with self._changing:
             self._paused = True
             await self._server.pause()
 
+    @override
     async def resume(self) -> None:
-        """See `InferenceEngine`. After a failed update, requests still wait for the next one."""
+        """After a failed update, requests still wait for the next one."""
         async with self._changing:
             self._paused = False
             await self._resume_server()
 
+    @override
     async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
-        """See `InferenceEngine`.
-
-        After a failure, requests in flight wait for the next update; new requests are refused.
-        """
+        """After a failure, running requests wait for the next update; new requests are refused."""
         with tempfile.TemporaryDirectory(prefix="agenticrun-weights-") as folder:
             async with self._updating(version) as check:
                 links = itertools.count()
@@ -253,18 +256,18 @@ class SglangEngine:
                     await self._server.load_folder(Path(folder), version)
 
     @property
+    @override
     def broadcast_ranks(self) -> int:
-        """See `SupportsBroadcast`."""
         return self._options.processes
 
+    @override
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
-        """See `SupportsBroadcast`."""
         await self._server.join_group(host, port, first_rank, world)
 
+    @override
     async def update_from_broadcast(
         self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int
     ) -> None:
-        """See `SupportsBroadcast`."""
         async with self._updating(version) as check:
             check.add({name: tuple(shape) for name, shape in zip(names, shapes, strict=True)})
             check.finish()
@@ -272,8 +275,9 @@ class SglangEngine:
                 await self._server.retract()
                 await self._server.receive(names, dtypes, shapes, version)
 
+    @override
     async def sleep(self) -> None:
-        """See `InferenceEngine`. On a CPU it frees nothing: SGLang cannot."""
+        """On a CPU it frees nothing: SGLang cannot."""
         if self._in_flight:
             raise EngineError(
                 f"{len(self._in_flight)} requests are in flight: the engine cannot sleep"
@@ -282,16 +286,17 @@ class SglangEngine:
         if self._options.gpus:
             await self._server.release_memory()
 
+    @override
     async def wake(self) -> None:
-        """See `InferenceEngine`."""
         if self._options.gpus:
             await self._server.resume_memory()
         self._refusal = (
             "the engine has no weights since it slept: nothing is served until an update succeeds"
         )
 
+    @override
     def stats(self) -> EngineStats:
-        """See `InferenceEngine`. Counts tokens when the server sends them."""
+        """Counts tokens when the server sends them."""
         running = min(len(self._in_flight), self._load.seats)
         waiting = len(self._in_flight) - running
         return EngineStats(
@@ -310,8 +315,9 @@ class SglangEngine:
             held=self._paused or bool(self._refusal),
         )
 
+    @override
     async def check_health(self) -> None:
-        """See `InferenceEngine`. Its scheduler answers between two steps, also while it sleeps."""
+        """Its scheduler answers between two steps, also while it sleeps."""
         async with self._changing:
             await self._http.check("/server_info")
             answer = await self._http.check(LOADS)
@@ -321,8 +327,8 @@ class SglangEngine:
             self._load.poll_kv(load.kv_used)
             self._load.poll_kv_tokens(load.kv_tokens)
 
+    @override
     async def stop(self) -> None:
-        """See `InferenceEngine`."""
         process, self._process = self._process, None
         if process is None:
             return

@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from agenticrun_workers.inference.engine import (
     STEP_SECONDS,
     EngineError,
     EngineStartError,
     EngineStats,
+    InferenceEngine,
     LoadMeter,
+    ReportsProgress,
     SampledTokens,
+    SupportsBroadcast,
 )
 from agenticrun_workers.inference.model_files import UpdateCheck, is_tied, shapes_of_model
 from agenticrun_workers.inference.server_process import (
@@ -71,7 +75,7 @@ class _InFlight:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class VllmEngine:
+class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     """The engine vLLM; see the module's docstring. Implements `InferenceEngine`.
 
     Args:
@@ -121,8 +125,8 @@ class VllmEngine:
         """Tokens that the server has counted: those of a prompt when all of it is computed."""
         self._load = LoadMeter(self._server.max_requests)
 
+    @override
     async def start(self) -> None:
-        """See `InferenceEngine`."""
         folder = self._server.folder
         self._limits = self._server.limits()
         self._shapes, self._tied = shapes_of_model(folder), is_tied(folder)
@@ -148,8 +152,8 @@ class VllmEngine:
         assert self._process is not None, "started"
         return self._process.url
 
+    @override
     async def generate(self, request: GenerationRequest) -> Generation:
-        """See `InferenceEngine`."""
         if self._process is None or not self._process.alive:
             raise EngineError(
                 self._process.failure() if self._process else "the engine is not running"
@@ -165,15 +169,15 @@ class VllmEngine:
                 del self._in_flight[request.request_id]
                 flight.done.set()
 
+    @override
     def progress(self, request_id: str, start: int) -> Generation | None:
-        """See `ReportsProgress`."""
         flight = self._in_flight.get(request_id)
         if flight is None or flight.ended or self._restart_on_update:
             return None
         return flight.sampled.since(start)
 
+    @override
     async def abort(self, request_ids: list[str] | None = None) -> None:
-        """See `InferenceEngine`."""
         wanted = self._in_flight if request_ids is None else request_ids
         flights = [flight for each in list(wanted) if (flight := self._in_flight.get(each))]
         for flight in flights:
@@ -186,53 +190,49 @@ class VllmEngine:
                 async with asyncio.timeout(ABORT_SECONDS):
                     await asyncio.gather(*(flight.done.wait() for flight in flights))
 
+    @override
     async def pause(self) -> None:
-        """See `InferenceEngine`."""
         async with self._changing:
             self._paused = True
             await self._http.post("/pause?mode=keep&clear_cache=false", {}, seconds=STEP_SECONDS)
 
+    @override
     async def resume(self) -> None:
-        """See `InferenceEngine`."""
         async with self._changing:
             self._paused = False
             await self._resume_server()
 
+    @override
     async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
-        """See `InferenceEngine`.
-
-        After a failure, requests in flight wait for the next update; new requests are refused.
-        """
+        """After a failure, running requests wait for the next update; new requests are refused."""
         async with self._updating(version) as check:
             async for part in parts:
                 check.add_file(part)
                 await self._workers("load_weights_file", path=str(part))
 
     @property
+    @override
     def broadcast_ranks(self) -> int:
-        """See `SupportsBroadcast`."""
         return self._server.ranks
 
+    @override
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
-        """See `SupportsBroadcast`."""
         async with self._changing:
             await self._workers(
                 "join_weight_group", host=host, port=port, first_rank=first_rank, world=world
             )
 
+    @override
     async def update_from_broadcast(
         self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int
     ) -> None:
-        """See `SupportsBroadcast`."""
         async with self._updating(version) as check:
             check.add({name: tuple(shape) for name, shape in zip(names, shapes, strict=True)})
             await self._workers("receive_weights", names=names, dtypes=dtypes, shapes=shapes)
 
+    @override
     async def sleep(self) -> None:
-        """See `InferenceEngine`.
-
-        Without a GPU the engine only stops serving: vLLM cannot free memory on CPUs.
-        """
+        """Without a GPU the engine only stops serving: vLLM cannot free memory on CPUs."""
         async with self._changing:
             if self._in_flight:
                 raise EngineError(
@@ -243,8 +243,8 @@ class VllmEngine:
             if self._server.gpus:
                 await self._http.post("/sleep?level=2&mode=keep", {}, seconds=UPDATE_SECONDS)
 
+    @override
     async def wake(self) -> None:
-        """See `InferenceEngine`."""
         async with self._changing:
             self._refusal = "the engine has no weights since it slept"
             if self._server.gpus:
@@ -252,8 +252,9 @@ class VllmEngine:
                 # Waking resumes the server, with uninitialised weights.
                 await self._http.post("/pause?mode=keep", {}, seconds=STEP_SECONDS)
 
+    @override
     def stats(self) -> EngineStats:
-        """See `InferenceEngine`. Counts tokens when the server sends them."""
+        """Counts tokens when the server sends them."""
         running = min(len(self._in_flight), self._load.seats)
         waiting = len(self._in_flight) - running
         return EngineStats(
@@ -272,8 +273,9 @@ class VllmEngine:
             held=self._paused or self._refusal is not None,
         )
 
+    @override
     async def check_health(self) -> None:
-        """See `InferenceEngine`. Its core answers between two steps, also while it sleeps."""
+        """Its core answers between two steps, also while it sleeps."""
         async with self._changing:
             await self._http.check("/is_paused")
             metrics = await self._http.check("/metrics")
@@ -283,8 +285,8 @@ class VllmEngine:
             self._load.poll_kv_tokens(load.kv_tokens)
             self._counted = load.counted
 
+    @override
     async def stop(self) -> None:
-        """See `InferenceEngine`."""
         process, self._process = self._process, None
         if process is None:
             return

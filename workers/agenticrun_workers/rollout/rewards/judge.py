@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from agenticrun_workers.agents import ChatFormat
 from agenticrun_workers.envs.calls import (
     MAX_HANGING,
@@ -197,7 +199,7 @@ class _Anything(dict[str, Any]):
         return key
 
 
-class FunctionJudge:
+class FunctionJudge(Judge):
     """Judge that calls `function(episode, **arguments) -> float`, sync or async.
 
     An async function scores the episodes of a call concurrently. A sync one runs in a thread, one
@@ -214,8 +216,9 @@ class FunctionJudge:
         inspect.signature(function).bind(None, **arguments)
         self._function = partial(function, **arguments)
 
+    @override
     async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
-        """See `Judge`. Whatever the function raises fails only its own episode."""
+        """Whatever the function raises fails only its own episode."""
         if inspect.iscoroutinefunction(self._function):
             outcomes = await asyncio.gather(
                 *(in_task(self._function(episode)) for episode in episodes)

@@ -9,8 +9,10 @@ import re
 from typing import Any
 
 import aiohttp
+from typing_extensions import override
 
 from agenticrun_workers.rollout.rewards.judge import (
+    Judge,
     JudgedEpisode,
     JudgeFailed,
     Judgement,
@@ -29,7 +31,7 @@ MAX_SHOWN = 200
 
 
 @register_judge("llm_judge")
-class LLMJudge:
+class LLMJudge(Judge):
     """Judge that asks a language model for a number, with one request per episode.
 
     Args:
@@ -94,8 +96,8 @@ class LLMJudge:
         self._http: aiohttp.ClientSession | None = None
         self.calls_at_once = concurrency
 
+    @override
     async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
-        """See `Judge`."""
         return list(await asyncio.gather(*map(self._judge_one, episodes)))
 
     async def close(self) -> None:

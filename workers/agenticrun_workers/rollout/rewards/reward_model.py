@@ -6,7 +6,10 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from typing_extensions import override
+
 from agenticrun_workers.rollout.rewards.judge import (
+    Judge,
     JudgedEpisode,
     Judgement,
     check_template,
@@ -15,7 +18,7 @@ from agenticrun_workers.rollout.rewards.judge import (
 
 
 @register_judge("reward_model")
-class RewardModelJudge:
+class RewardModelJudge(Judge):
     """Judge that scores the text of an episode with a classifier.
 
     It needs torch on the env pods, and each env worker holds one model. The score is the logit of a
@@ -83,8 +86,9 @@ class RewardModelJudge:
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
 
+    @override
     async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
-        """See `Judge`. Runs one forward pass in a thread."""
+        """Runs one forward pass in a thread."""
         texts = [episode.fill(self._template) for episode in episodes]
         return list(
             await asyncio.get_running_loop().run_in_executor(self._thread, self._score, texts)

@@ -129,7 +129,7 @@ class ZeroEngine(StepCounts):
         self._engine.backward(loss * dist.get_world_size())
 
     def step(self, rate: float, *, scheduled: bool = True) -> float:
-        """See `Strategy.optimizer_step`."""
+        """Take an optimizer step and return the norm, as `Strategy.optimizer_step` does."""
         first_broken = self._first_broken() if self.skip_budget_exhausted else None
         for group in self.adam.param_groups:
             group["lr"] = rate
@@ -353,13 +353,11 @@ class DeepSpeedStrategy:
         self._on_host = options.offloads_optimizer
 
     def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
-        """See `Strategy`."""
         return score(self.model, samples, temperature)
 
     def forward_backward(
         self, batches: list[MicroBatch], temperature: float, loss: PartLoss
     ) -> None:
-        """See `Strategy`."""
         for number, batch in enumerate(batches, 1):
             with device_span("forward"):
                 part = loss(batch, *self.steps.forward(batch, temperature))
@@ -367,36 +365,30 @@ class DeepSpeedStrategy:
                 self.steps.backward(part, last=number == len(batches))
 
     def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
-        """See `Strategy`."""
         return self.steps.step(rate, scheduled=scheduled)
 
     def reset_optimizer(self) -> None:
-        """See `Strategy`."""
         self.steps.reset_adam()
 
     def gradients(self) -> dict[str, Tensor]:
-        """See `Strategy`."""
         return {
             name.removeprefix("model."): gradient
             for name, gradient in self.steps.gradients().items()
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Strategy`. Tied parameters have the name that `named_parameters` gives."""
+        """Tied parameters have the name that `named_parameters` gives."""
         for name, weight in whole_weights(self.model.module.model, self.steps.whole):
             if self.ranks.rank == 0:
                 yield name, weight.to(self.model.dtype)
 
     def hugging_face_model(self) -> PreTrainedModel:
-        """See `Strategy`."""
         return self.model.module.model
 
     def save(self, folder: str, progress: dict[str, int]) -> None:
-        """See `Strategy`."""
         save_state(folder, state_of(self.steps), progress)
 
     def load(self, folder: str, progress: dict[str, int]) -> dict[str, int]:
-        """See `Strategy`."""
         state = state_of(self.steps)
         progress = load_state(folder, state, progress)
         restore(self.steps, state)
@@ -410,7 +402,6 @@ class DeepSpeedStrategy:
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """See `Strategy`."""
         if not self._on_host:
             self.steps.move(self.model.device)
 

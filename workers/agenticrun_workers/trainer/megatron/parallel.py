@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from agenticrun_workers.models.devices import compute_device
 from agenticrun_workers.trainer.megatron.options import MegatronOptions
@@ -134,13 +135,13 @@ class MegatronRanks(Ranks):
         self._place = place
 
     @property
+    @override
     def leads(self) -> bool:
-        """See `Ranks`."""
         return self._place.leads
 
     @property
+    @override
     def scores(self) -> bool:
-        """See `Ranks`."""
         return self._place.scores
 
 

@@ -79,7 +79,6 @@ class MegatronStrategy:
         self._parked: Parked | None = None
 
     def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
-        """See `Strategy`."""
         result = [np.zeros(len(sample.tokens_T), np.float32) for sample in samples]
         # A schedule has at least one micro-batch.
         batches = self.batcher.split(samples, responses) or [filler(self._device)]
@@ -96,40 +95,33 @@ class MegatronStrategy:
     def forward_backward(
         self, batches: list[MicroBatch], temperature: float, loss: PartLoss
     ) -> None:
-        """See `Strategy`."""
         with megatron_device():
             self._passes.backward(batches, temperature, loss)
 
     def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
-        """See `Strategy`."""
         with megatron_device():
             return self.steps.step(rate, scheduled=scheduled)
 
     def reset_optimizer(self) -> None:
-        """See `Strategy`."""
         self.steps.adam.state.clear()
 
     def gradients(self) -> dict[str, Tensor]:
-        """See `Strategy`. Whole on rank 0 only."""
+        """Whole on rank 0 only."""
         with megatron_device():
             return self.steps.gradients()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Strategy`."""
         return self._weights.whole(lambda parameter: parameter.tensor.detach())
 
     def hugging_face_model(self) -> PreTrainedModel:
-        """See `Strategy`."""
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(self._hugging_face)
         return model
 
     def save(self, folder: str, progress: dict[str, int]) -> None:
-        """See `Strategy`."""
         self._checkpoints.save(folder, progress)
 
     def load(self, folder: str, progress: dict[str, int]) -> dict[str, int]:
-        """See `Strategy`."""
         with megatron_device():
             return self._checkpoints.load(folder, progress)
 
@@ -138,7 +130,6 @@ class MegatronStrategy:
         self._parked = Parked(self.steps.tensors())
 
     def onload(self) -> None:
-        """See `Strategy`."""
         if self._parked is not None:
             self._parked.restore()
             self._parked = None

@@ -74,7 +74,7 @@ class MegatronOptimizer(StepCounts):
         return adam
 
     def step(self, rate: float, *, scheduled: bool = True) -> float:
-        """See `Strategy.optimizer_step`."""
+        """Take an optimizer step and return the norm, as `Strategy.optimizer_step` does."""
         first_broken = self._first_broken() if self.skip_budget_exhausted else None
         self._whole.prepare_grads()
         norm = self._norm()
