@@ -27,7 +27,7 @@ from rich.console import Console
 
 from agenticrun_api import AgenticRun, InvalidRun, parse_run
 from agenticrun_workers.convert import Conversion, ConvertError, compose, convert
-from agenticrun_workers.convert.outcome import ConvertExit, exit_code, lines_for_a_person
+from agenticrun_workers.convert.outcome import ConvertExit, exit_code, undecided_lines
 from agenticrun_workers.convert.tiny import tiny
 from agenticrun_workers.driver.local import run_locally
 from agenticrun_workers.errors import InvalidConfig
@@ -47,7 +47,7 @@ class Row:
     made_up: bool
     """True if a data set was replaced."""
     lines: tuple[str, ...]
-    """Lines that need a person."""
+    """Lines that need a decision."""
     code: int
     """Exit code of `agenticrun convert`."""
     result: str
@@ -99,7 +99,7 @@ def check(file: Path, name: str) -> Row:
     valid, trained, made_up = not result, False, False
     if valid:
         trained, made_up, result = _first_step(conversion)
-    lines = tuple(lines_for_a_person(conversion))
+    lines = tuple(undecided_lines(conversion))
     return Row(name, valid, trained, made_up, lines, exit_code(conversion), result)
 
 
@@ -138,7 +138,7 @@ answers are replaced, and everything else is the file's.
 def page(rows: Sequence[Row], commit: str) -> Iterator[str]:
     """Yield the lines of the markdown page."""
     yield HEADER.format(commit=f"at commit {commit}" if commit else "in this checkout")
-    yield "| file below `examples/` | validates | first step | lines for a person | exit code |"
+    yield "| file below `examples/` | validates | first step | lines to decide | exit code |"
     yield "|---|---|---|---|---|"
     for row in rows:
         step = ("yes, with made-up data" if row.made_up else "yes") if row.trained else "no"
@@ -151,11 +151,11 @@ def page(rows: Sequence[Row], commit: str) -> Iterator[str]:
         f"{len(rows)} files: {sum(row.valid for row in rows)} validate, "
         f"{sum(row.trained for row in rows)} train their first step, "
         f"{_count(rows, ConvertExit.READY)} are ready, "
-        f"{_count(rows, ConvertExit.PERSON)} have lines for a person "
+        f"{_count(rows, ConvertExit.UNDECIDED)} have lines to decide "
         f"({sum(len(row.lines) for row in rows)} lines), "
         f"{_count(rows, ConvertExit.UNREADABLE)} cannot be read."
     )
-    yield "\n## Lines for a person\n"
+    yield "\n## Lines to decide\n"
     for row in rows:
         if row.lines or row.code == ConvertExit.UNREADABLE:
             yield f"- {row.file}"

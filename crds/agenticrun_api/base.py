@@ -54,7 +54,7 @@ class Rule:
     """True: about pods, so that it is not checked in a run for this machine."""
     added: bool = False
     """True: earlier versions accepted what the rule refuses. It is not checked in a run that is
-    served, so that a run of an earlier version goes on after an upgrade."""
+    served, so that a run of an earlier version continues after an upgrade."""
 
 
 def refused(path: str, message: str) -> PydanticCustomError:
@@ -66,8 +66,8 @@ def unique(items: str, key: str = "", *, message: str) -> Rule:
     """Return a rule that no two items of a list are equal, or have the same `key`.
 
     The CRD cannot say so by `x-kubernetes-list-type: map`. Such lists equal themselves in CEL only
-    if they have no duplicates, so a run of an earlier version that has some could not be written
-    any more, its status included: spec.pipeline would count as changed.
+    if they have no duplicates, so a run of an earlier version that has some could no longer be
+    written, its status included: spec.pipeline would count as changed.
     """
     item = f".{key}" if key else ""
     once = f"self.{items}.exists_one(x, x{item} == {{}})"

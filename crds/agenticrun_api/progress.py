@@ -50,11 +50,11 @@ class PoolStatus(Model):
     replicas: Positive
     """Number of pods that they are meant for."""
     serving: Number = 0
-    """Engines or env workers at work, with those that are to leave."""
+    """Running engines or env workers, including the leaving ones."""
     joining: Number = 0
-    """Those that start, or wait for a pod."""
+    """Engines or env workers that are starting or waiting for a pod."""
     leaving: Number = 0
-    """Those that are to leave and have not ended yet."""
+    """Engines or env workers that are being removed and have not ended yet."""
     vacant: Annotated[list[ShortText], Field(max_length=MAX_VACANT_PODS)] = []
     """Pods where some ran and none runs now."""
     fixed: ShortText = ""
@@ -111,7 +111,7 @@ class Progress(Model):
     """Generation of the run that the driver's settings are from. None: the driver cannot change
     them."""
     pools: Annotated[dict[Role, PoolStatus], Field(max_length=len(ELASTIC))] | None = None
-    """By role, once they have started. None also if the driver cannot change their number."""
+    """By role, once they have started. Also None if the driver cannot change their number."""
     final: FinalReport | None = None
 
 

@@ -39,7 +39,7 @@ def reserved_labels(field: str, labels: Callable[[Any], Iterable[str]]) -> Rule:
 
 
 def _open_object(**properties: Any) -> dict[str, Any]:
-    """Return the schema of an object that may have other fields than those that rules read."""
+    """Return the schema of an object that may have more fields than the rules read."""
     return {"type": "object", "properties": properties, "additionalProperties": True}
 
 
@@ -305,8 +305,8 @@ class WorkerRole(PodRole):
     """Settings of a role with a number of pods."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of pods. For env and inference it may change while the run trains, which goes on
-    meanwhile (docs/concepts.md)."""
+    """Number of pods. For env and inference it may change while the run trains
+    (docs/concepts.md)."""
 
 
 SAVES = frozenset({Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC})

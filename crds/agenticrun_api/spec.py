@@ -65,7 +65,7 @@ class InitializeModel(Model):
     words: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=64)]], Field(max_length=4096)
     ] = []
-    """Words of the vocabulary, in addition to those that the run's environments declare."""
+    """Words of the vocabulary, in addition to the words that the run's environments declare."""
 
     @property
     def max_parameters(self) -> int:
@@ -131,7 +131,7 @@ CREDENTIALS = "(https?://[^/]*@|ssh://[^/@]*:[^/@]*@)"
 
 
 def _no_credentials(field: str) -> Rule:
-    """Return a rule that an address has no user and password: whoever may read the run sees it."""
+    """Return a rule that an address has no user and password: all readers of the run see it."""
     return Rule(
         f"!has(self.{field}) || !self.{field}.matches('^{CREDENTIALS}')",
         f"{field} must not contain a user or password: put them into a Secret (secretName)",

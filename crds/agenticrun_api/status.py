@@ -65,7 +65,7 @@ class ConditionType(StrEnum):
     PROGRESSING = "Progressing"
     """Sums up the others. True: the run gets on, or waits for what comes without help, such as its
     pods or a restart. False: it stands still, and the reason says why: it has ended, is suspended,
-    stalls, or needs a person. Unknown: the operator cannot see it."""
+    stalls, or needs a user. Unknown: the operator cannot see it."""
     STALLED = "Stalled"
     """False: no stall is known; the reason is Progressing while the driver trains. True: the driver
     has brought no news for longer than spec.failurePolicy.stall allows. Absent before the first
@@ -203,8 +203,7 @@ class RayClusterStatus(Model):
     name: ShortText
     """Name of the RayCluster."""
     uid: ShortText = ""
-    """uid of the RayCluster. The operator knows it by this, also if its labels and its owner are
-    removed."""
+    """uid of the RayCluster. It identifies the RayCluster even if labels and owner are removed."""
 
 
 class Outcome(StrEnum):

@@ -70,7 +70,7 @@ class Applier:
     async def make_objects(self, run: AgenticRun, plan: Plan) -> None:
         """Create the Secret with the run's tokens and the missing children, in this order.
 
-        The next reconciliation handles those that exist by now.
+        The next reconciliation handles the objects that exist by then.
 
         Raises:
             Refused: the apiserver rejects an object as invalid.

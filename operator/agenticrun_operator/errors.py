@@ -66,7 +66,7 @@ class AnswerTooLong(KubeUnavailable):
 class WatchBroken(KubeUnavailable):
     """The watch cannot begin, its connection broke, or it fell silent.
 
-    It may go on from the version that it has reached.
+    The next watch may continue from the version that it has reached.
     """
 
 

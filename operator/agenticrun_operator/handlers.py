@@ -52,8 +52,8 @@ class Endless:
 def configure(settings: kopf.OperatorSettings) -> None:
     """Change kopf's settings: it posts no events and watches neither namespaces nor CRDs.
 
-    It reads the list of resources at the start, although nothing here needs it. Unless it goes on
-    trying, an apiserver that is out of order for a minute then would end the operator.
+    It reads the list of resources at the start, although nothing here needs it. Unless it keeps
+    trying, an apiserver that is down for a minute then would end the operator.
     """
     settings.posting.enabled = False
     settings.scanning.disabled = True

@@ -155,7 +155,7 @@ class Leadership:
         """Return True if the holder has not renewed the lease for its duration.
 
         Measured with our own clock from when we saw the lease, because the holder's clock may be
-        wrong. A lease that is much older by its own time has no holder any more: `helm uninstall`
+        wrong. A lease that is much older by its own time has lost its holder: `helm uninstall`
         deletes the operator's rights before it can release the lease.
         """
         duration = float(spec.get("leaseDurationSeconds") or DURATION_SECONDS)

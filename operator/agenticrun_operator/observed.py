@@ -420,8 +420,8 @@ def resolve_pod(
 def with_head(pods: Sequence[Pod], named: str | None, submitted_to: str | None) -> list[Pod]:
     """Return the pods of a run, with the head marked.
 
-    Whoever may create pods may also write their labels and their owner. So a pod is the head only
-    if the RayCluster's status names it, which KubeRay writes. Other pods that claim to be the head
+    Users who may create pods may also write their labels and owner. So a pod is the head only if
+    the RayCluster's status names it, which KubeRay writes. Other pods that claim to be the head
     are then left out, unless they are being deleted. Until the status names one, the only claimant
     is the head.
 
@@ -638,7 +638,7 @@ def _scheduled_at(pod: Manifest) -> str:
 
 
 def _node_problem(pod: Manifest) -> Problem | None:
-    """Return the problem of a pod whose kubelet does not report any more.
+    """Return the problem of a pod whose kubelet no longer reports.
 
     The node controller then sets only the pod's condition. A kubelet that reports sets the
     readiness of containers and sidecars, too.

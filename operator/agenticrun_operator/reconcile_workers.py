@@ -57,7 +57,7 @@ class ReconcileWorkers:
         self._began: dict[Key, float] = {}
         """When each present reconciliation began, the earliest first."""
         self._tasks: set[asyncio.Task[None]] = set()
-        """The dispatcher, the present workers, and those that have died."""
+        """The dispatcher, the running workers, and the workers that have died."""
 
     def start(self) -> None:
         """Start to take runs off the queue."""
@@ -153,7 +153,7 @@ async def resync(
     Args:
         queue: the queue.
         list_keys: lists the runs that exist.
-        known_keys: returns the runs that the operator remembers; it forgets those that are gone.
+        known_keys: returns the runs that the operator remembers; it forgets deleted runs.
         seconds: the interval.
     """
     while True:

@@ -146,7 +146,7 @@ class Reconciler:
             key: the operator's key, from which the tokens of runs are derived.
             full_look_seconds: the age at which remembered objects are looked at again.
             slots: limits the runs that are read at the same time. Requests to head pods and writes
-                are made outside the slots, so that those that are not answered delay no other run.
+                are made outside the slots, so that an unanswered request delays no other run.
             slow_writes: carries out creations and changes of objects in the background.
             clock: returns the current time.
             default_ttl: spec.ttlSecondsAfterFinished of runs that do not set it, in seconds.
@@ -262,7 +262,7 @@ class Reconciler:
                 return None
             if job := cached.run.status.job:
                 note_attempt(job.attempt)
-            observed = await self._observe(cached)  # other runs go on meanwhile
+            observed = await self._observe(cached)  # other runs are reconciled while this waits
             plan_ = plan(cached.run, observed, self._clock(), self._images, self._key)
             if fresh or not _acts(plan_, cached.run):
                 applied = await self._apply(key, cached, observed, plan_)
@@ -271,7 +271,7 @@ class Reconciler:
         if applied is None:
             return RETRY_SECONDS
         plan_, cached = applied
-        await self._act_on_job(key, cached, plan_)  # other runs go on meanwhile
+        await self._act_on_job(key, cached, plan_)  # other runs are reconciled while this waits
         return plan_.requeue_after
 
     def _read(self, document: Manifest, before: RunCache | None, status_hash: int) -> AgenticRun:
@@ -497,7 +497,7 @@ class Reconciler:
     async def _handle_unreadable(
         self, key: Key, document: Manifest, error: InvalidRun, reported: bool
     ) -> None:
-        self._note_unreadable(key, document)  # also if the write is refused
+        self._note_unreadable(key, document)  # even if the write is refused
         plan_ = plan_unreadable(document, error.errors, self._clock())
         if reported and plan_.status is None:
             plan_ = Plan()  # a damaged status cannot remember that an event was posted

@@ -33,7 +33,7 @@ class Budget:
         self._per_namespace = per_namespace
         self._namespaces: dict[str, asyncio.Semaphore] = {}
         self._users: Counter[str] = Counter()
-        """Those that hold or wait for a place, by namespace."""
+        """Writes that hold or wait for a place, by namespace."""
 
     @asynccontextmanager
     async def place(self, namespace: str) -> AsyncIterator[None]:

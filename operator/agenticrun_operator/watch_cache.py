@@ -81,11 +81,11 @@ class WatchCache(Generic[T]):
         self._drop(_name(item))
 
     def resumed(self, namespace: str | None) -> None:
-        """Trust what is known of this namespace again: the watch goes on where it stopped."""
+        """Trust what is known of this namespace again: the watch continues where it stopped."""
         self._live.add(namespace)
 
     def lost(self, namespace: str | None) -> None:
-        """Trust nothing of this namespace until it is listed again or the watch goes on."""
+        """Trust nothing of this namespace until it is listed again or the watch continues."""
         self._live.discard(namespace)
 
     def of_run(self, run: Key) -> tuple[T, ...] | None:

@@ -69,7 +69,7 @@ class Watch:
             kind: the kind of the objects.
             namespace: their namespace; None: all namespaces.
             label: the label that the objects must have; None: any object.
-            cache: is told what each list and each event says.
+            cache: receives the objects of each list and each event.
         """
         self._client = client
         self._kind = kind
@@ -83,7 +83,7 @@ class Watch:
 
     @property
     def name(self) -> str:
-        """The kind and namespace, for people."""
+        """The kind and namespace, for messages."""
         return f"{self._kind}@{self._namespace or 'all namespaces'}"
 
     async def run(self) -> None:

@@ -43,7 +43,7 @@ def current_placement(actor: str, role: Role) -> Placement:
 
 
 def check_placement(placement: Placement, roles: Collection[str]) -> None:
-    """Raise `MisplacedActor` unless the actor's role is among those that its node offers."""
+    """Raise `MisplacedActor` unless the actor's node offers its role."""
     if placement.role.value not in roles:
         raise MisplacedActor(
             f"{placement.actor} runs on {placement.pod}, which is not a {placement.role.value} pod"

@@ -49,7 +49,7 @@ def families(processes: Iterable[psutil.Process]) -> set[psutil.Process]:
 def end_families(
     processes: Iterable[psutil.Process], patience: float, kill_seconds: float
 ) -> set[psutil.Process]:
-    """Wait until these processes and their descendants have ended; kill those that take too long.
+    """Wait until these processes and their descendants have ended; kill any that take too long.
 
     Args:
         processes: the roots. Take them while their parents live, or orphans are missed.

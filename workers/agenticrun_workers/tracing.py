@@ -49,7 +49,7 @@ EPISODES_IN_FLIGHT, REQUESTS_IN_FLIGHT = "episodes in flight", "requests in flig
 TOKENS, ASLEEP = "tokens", "asleep"
 """Counters. `tokens` is the sum of all so far."""
 WEIGHTS = "idle: weights"
-"""Span of an engine that loads weights: no request goes on."""
+"""Span of an engine that loads weights: all requests wait."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -126,7 +126,7 @@ class Recorder:
         self._sampler: asyncio.Task[None] | None = None
 
     def begin(self, max_spans: int) -> None:
-        """Begin to record, also if an earlier recording has not ended."""
+        """Begin to record, even if an earlier recording has not ended."""
         self._stop_sampling()
         self.number += 1
         self._max_spans = max_spans

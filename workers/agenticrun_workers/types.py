@@ -116,7 +116,7 @@ class GenerationRequest:
     """An engine with more requests than it can run begins with the smallest, then the earliest."""
     sampled: int = 0
     """Tokens at the end of the prompt that another engine sampled for this response, before it was
-    lost. The random numbers of `seed` go on after theirs."""
+    lost. The random numbers of `seed` continue after theirs."""
 
 
 @dataclass(frozen=True, slots=True)

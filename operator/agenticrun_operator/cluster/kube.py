@@ -62,8 +62,8 @@ IDLE_SECONDS = 2.0
 a request that has timed out must not meet another dead one."""
 WATCH_SECONDS = 5.0
 """Lifetime of a watch, which the apiserver ends. One that hangs without an error, because its
-connection is frozen or half open, is replaced `WATCH_GRACE_SECONDS` later. It goes on from the
-version of the last bookmark, so that nothing is missed or listed again."""
+connection is frozen or half open, is replaced `WATCH_GRACE_SECONDS` later. The new watch continues
+from the version of the last bookmark, so that nothing is missed or listed again."""
 WATCH_GRACE_SECONDS = 2.0
 WATCHES_PER_SECOND = 10.0
 """With many namespaces, watches live longer, so that no more than this number begins per second."""
@@ -276,7 +276,7 @@ class KubeClient:
             only a version) and the object.
 
         Raises:
-            WatchBroken: go on from the version of the last event.
+            WatchBroken: continue from the version of the last event.
             WatchExpired: list the objects again.
         """
         path = object_path(kind, namespace)

@@ -495,7 +495,7 @@ def head_replaced(state: State) -> bool:
 
 
 def _head_is_hidden(state: State) -> bool:
-    """Return True if the attempt's head runs, but cannot be told from another pod.
+    """Return True if the attempt's head runs, but another pod looks the same.
 
     While the RayCluster names no head, a second pod that claims to be it hides the real one.
     """

@@ -278,7 +278,7 @@ def _give_back(state: State, late: str) -> Result:
     wait = backoff_seconds(timeouts - 1, FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS)
     wait *= random.Random(f"{state.run.metadata.uid}/{timeouts}").uniform(0.5, 1.5)
     message = f"{late}; they are given back, and the run tries again (time {timeouts + 1})"
-    told = warning(Reason.STARTUP_DEADLINE_EXCEEDED, f"{message} in {format_span(wait)}")
+    event = warning(Reason.STARTUP_DEADLINE_EXCEEDED, f"{message} in {format_span(wait)}")
     fields = {
         "phase": Phase.PENDING,
         "message": text(message),
@@ -288,7 +288,7 @@ def _give_back(state: State, late: str) -> Result:
     if state.status.job is None:
         fields["start_time"] = None
     return (
-        Result(fields=fields, events=(told,), look_after=wait)
+        Result(fields=fields, events=(event,), look_after=wait)
         | _no_pods(state, Reason.STARTUP_DEADLINE_EXCEEDED, message)
         | delete_cluster(state)
     )
@@ -450,9 +450,9 @@ def _cluster_deleted(state: State, why: str) -> Result:
         return Result()
     gone = Said("False", Reason.CLUSTER_DELETED, why)
     words = f"deleted RayCluster {state.name}: {why}"
-    told = Said("False", Reason.CLUSTER_DELETED, why, event="Normal", event_text=words)
+    deleted = Said("False", Reason.CLUSTER_DELETED, why, event="Normal", event_text=words)
     return _no_pods(state, Reason.CLUSTER_DELETED, why) | Result(
-        conditions={ConditionType.CLUSTER_PROVISIONED: told, ConditionType.ROLES_READY: gone}
+        conditions={ConditionType.CLUSTER_PROVISIONED: deleted, ConditionType.ROLES_READY: gone}
     )
 
 

@@ -1,4 +1,4 @@
-"""Formats and parses API times; formats durations for people; delays that grow."""
+"""Formats and parses API times; formats durations for messages; delays that grow."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def format_span(seconds: float) -> str:
 def backoff_seconds(failures: int, first: float, longest: float) -> float:
     """Return the delay after so many failures in a row: `first`, doubled each time up to `longest`.
 
-    The exponent is bounded, because a failure may go on for days.
+    The exponent is bounded, because a failure may last for days.
     """
     return min(first * 2.0 ** min(failures, 30), longest)

@@ -54,7 +54,7 @@ def controller_uid(manifest: Manifest) -> str | None:
 
 
 def is_own(run: AgenticRun, manifest: Manifest) -> bool:
-    """Return True if the object is the run's own, also if someone has removed its owner.
+    """Return True if the object is the run's own, even if someone has removed its owner.
 
     Without an owner, the label of the run shows it, or its uid in the run's status.
     """

@@ -15,7 +15,7 @@ from agenticrun_api import parse_run
 from agenticrun_workers.cli import app
 from agenticrun_workers.convert import Conversion, ConvertError, Fate, compose, convert
 from agenticrun_workers.convert.converter import Composition
-from agenticrun_workers.convert.outcome import ConvertExit, exit_code, lines_for_a_person, summary
+from agenticrun_workers.convert.outcome import ConvertExit, exit_code, summary, undecided_lines
 from agenticrun_workers.envs import make_env
 from agenticrun_workers.envs.python_tool import Answer, Call, CallParser
 from agenticrun_workers.rollout.env_worker import describe_envs
@@ -66,7 +66,7 @@ def fits_a_screen(conversion: Conversion) -> bool:
     return len(lines) < SCREEN and max(map(len, lines)) < 120
 
 
-FOR_A_PERSON = [
+UNDECIDED = [
     ({"pretrain": "Qwen/Qwen3-30B-A3B"}, "pretrain", "mixture of experts.*spec.model.path"),
     ({"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, "pretrain", "several modalities.*text model"),
     ({"pretrain": "Qwen/Qwen3.5-2B"}, "pretrain", "several modalities"),
@@ -133,22 +133,22 @@ FOR_A_PERSON = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "field", "note"), FOR_A_PERSON)
+@pytest.mark.parametrize(("changes", "field", "note"), UNDECIDED)
 def test_a_line_for_a_person_says_what_it_is_and_what_to_write(
     changes: dict[str, Any], field: str, note: str
 ) -> None:
     conversion = converted(changes)
-    assert list(notes(conversion, Fate.PERSON)) == [field]
-    assert re.search(note, notes(conversion, Fate.PERSON)[field])
-    assert exit_code(conversion) is ConvertExit.PERSON
+    assert list(notes(conversion, Fate.DECISION)) == [field]
+    assert re.search(note, notes(conversion, Fate.DECISION)[field])
+    assert exit_code(conversion) is ConvertExit.UNDECIDED
     assert fits_a_screen(conversion)
-    (line,) = lines_for_a_person(conversion)
+    (line,) = undecided_lines(conversion)
     assert line.startswith(field)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [changes for changes, *_ in FOR_A_PERSON] + [{}],
+    [changes for changes, *_ in UNDECIDED] + [{}],
     ids=lambda changes: str(changes)[:40],
 )
 def test_no_field_has_two_outcomes(changes: dict[str, Any]) -> None:
@@ -367,8 +367,8 @@ def test_the_command_writes_what_a_person_must_do_into_the_run(tmp_path: Path) -
     file.write_text(yaml.safe_dump(merged(BASE, {"pretrain": "Qwen/Qwen3-30B-A3B"})))
     result = CliRunner().invoke(app, ["convert", str(file), "-o", str(out)])
     assert result.exit_code == 3
-    assert result.stderr.startswith("roll.yaml: 1 line needs a person")
-    assert out.read_text().startswith("# needs a person: pretrain (Qwen/Qwen3-30B-A3B)")
+    assert result.stderr.startswith("roll.yaml: 1 line needs a decision")
+    assert out.read_text().startswith("# needs a decision: pretrain (Qwen/Qwen3-30B-A3B)")
     detailed = CliRunner().invoke(app, ["convert", str(file), "--details"])
     assert "train_env_manager.group_size" in detailed.stderr
     assert "train_env_manager.group_size" not in result.stderr
@@ -468,7 +468,7 @@ def test_the_first_step_runs_on_this_machine(tmp_path: Path) -> None:
 
 def test_a_shop_s_warning_is_in_the_report_only(caplog: pytest.LogCaptureFixture) -> None:
     shop = game("webshop", {"num_products": 7})
-    assert "made-up" in str(notes(converted(shop), Fate.PERSON))
+    assert "made-up" in str(notes(converted(shop), Fate.DECISION))
     assert "made-up" not in caplog.text
     make_env("webshop", {"numProducts": 8})
     assert "made-up products" in caplog.text
@@ -483,11 +483,11 @@ def test_shell_variables_that_are_not_set_are_secrets_or_told(
         "custom_envs: {}\npretrain: ${oc.env:OUR_MODEL}\n"
         "tracker_kwargs: {api_key: '${oc.env:OUR_KEY}'}\n"
     )
-    fields = notes(convert(compose(file), "x"), Fate.PERSON)
+    fields = notes(convert(compose(file), "x"), Fate.DECISION)
     assert "${oc.env:OUR_MODEL}" in fields
     assert "${oc.env:OUR_KEY}" not in fields
     monkeypatch.setenv("OUR_MODEL", "Qwen/Qwen3-4B")
-    assert "pretrain" not in notes(convert(compose(file), "x"), Fate.PERSON)
+    assert "pretrain" not in notes(convert(compose(file), "x"), Fate.DECISION)
 
 
 def test_links_are_followed_and_lost_ones_are_told(tmp_path: Path) -> None:

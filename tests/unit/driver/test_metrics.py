@@ -475,7 +475,7 @@ async def test_engines_that_are_gone_are_forgotten_and_the_whole_stays_the_same(
         if step:
             assert found["rollout/utilization"] == pytest.approx(0.5)
             assert found["rollout/idle/lost"] == pytest.approx(0.5)
-    assert max(len(measured._newest), len(measured._told), len(measured._old_seats)) < 10
+    assert max(len(measured._newest), len(measured._reported), len(measured._old_seats)) < 10
 
 
 def test_a_snapshot_holds_the_most_telling_metrics_and_nothing_that_the_api_refuses() -> None:

@@ -205,7 +205,7 @@ async def engine_of_next_turn(load: EngineLoad, other: EngineLoad, prompt_tokens
     first = await asyncio.wait_for(client.generate(request()), 20)
     for name, link in client._links.items():
         link.load = load if name == first.engine else other
-        link.told = asyncio.get_running_loop().time()
+        link.reported_at = asyncio.get_running_loop().time()
     prompt_T = np.ones(prompt_tokens, np.int32)
     turn = GenerationRequest("a.2", "a", prompt_T, SamplingParams(100))
     second = await asyncio.wait_for(client.generate(turn), 20)
@@ -245,7 +245,7 @@ async def test_an_engine_that_others_kept_busy_is_asked_again_after_a_time(
     client.set_engines({name: Remote(engine) for name, engine in engines.items()})
     busy = client._links["a"]
     busy.load = EngineLoad(requests=40, tokens=20_000.0, seats=64)
-    busy.told = asyncio.get_running_loop().time() - age
+    busy.reported_at = asyncio.get_running_loop().time() - age
     asking = (client.generate(request(str(number))) for number in range(8))
     answers = await asyncio.wait_for(asyncio.gather(*asking), 20)
     assert {answer.engine for answer in answers} == chosen

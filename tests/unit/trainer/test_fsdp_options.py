@@ -106,7 +106,9 @@ def test_a_group_larger_than_the_ranks_is_refused(load: Load) -> None:
 
 
 def test_a_model_that_does_not_hand_its_sequences_down_to_its_attention_is_found_out() -> None:
-    with pytest.raises(UnsupportedModel, match="is not told by its model how sequences are cut"):
+    with pytest.raises(
+        UnsupportedModel, match="does not learn from its model how sequences are cut"
+    ):
         attention(
             torch.nn.Identity(),
             torch.zeros(1, 2, 3, 4),

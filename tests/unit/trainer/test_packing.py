@@ -101,4 +101,4 @@ def test_training_falls_back_to_padding_and_says_so(
     else:
         model = refused._model
     assert not model.batcher.packed
-    assert "LlamaModel mixes packed sequences: training goes on with padding" in caplog.text
+    assert "LlamaModel mixes packed sequences: training continues with padding" in caplog.text

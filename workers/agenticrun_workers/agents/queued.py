@@ -342,7 +342,7 @@ class QueuedEpisode:
             one.turn(self._chat, float(reward)) for one, reward in zip(path, rewards, strict=True)
         ]
         turns[-1] = replace(turns[-1], valid=sequence.valid)
-        told = self._ended.reason if self._ended else StopReason.COMPLETED
+        reason = self._ended.reason if self._ended else StopReason.COMPLETED
         metrics = self._env.metrics.totals() | {
             str(name): float(value) for name, value in sequence.metrics.items()
         }
@@ -350,7 +350,7 @@ class QueuedEpisode:
             self._episode.key,
             self._episode.tag,
             tuple(turns),
-            sequence.stop_reason or told,
+            sequence.stop_reason or reason,
             metrics,
         )
 

@@ -11,7 +11,7 @@ each token has four ratios, and four differences of probabilities:
 The weight is min(ratio, upper bound) at one level (truncated importance sampling; Yao et al. 2025,
 "Your efficient RL framework secretly brings you off-policy RL training"). Filters remove tokens
 with a ratio or difference out of bounds from the mask, and with it from loss, denominators and
-whitening. Means run over all response tokens, including those that another filter removes.
+whitening. Means run over all response tokens, including tokens that another filter removes.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ K3_LIMIT = 10.0
 
 
 def mean_kl(kl_K: Floats, response_tokens_K: Integers, cu_turns_N1: Integers) -> float:
-    """Return the mean over trajectories of their KL per token, without those that have no response.
+    """Return the mean KL per token of each trajectory, averaged over trajectories with a response.
 
     The controller compares this value with its target.
     """

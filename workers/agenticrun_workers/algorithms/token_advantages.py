@@ -152,7 +152,7 @@ def _mask_and_weights(
 ) -> tuple[Booleans, NDArray[np.float32] | None, dict[str, float]]:
     """Return the loss mask, the weights of the correction, and metrics.
 
-    The mask holds the response tokens of trajectories that train, less those that a filter removes.
+    The mask holds the response tokens of trajectories that train, without filtered tokens.
     """
     cu_N1 = tokens.cu_trajectories_N1
     if spec.correction is None:

@@ -33,7 +33,7 @@ def convert(
     ] = None,
     details: Annotated[
         bool,
-        typer.Option("--details", help="Report every field, not only what a person must read."),
+        typer.Option("--details", help="Report every field, not only what the user must read."),
     ] = False,
     first_step: Annotated[
         bool,
@@ -48,9 +48,9 @@ def convert(
 ) -> None:
     """Convert a ROLL YAML to an AgenticRun.
 
-    A short report goes to standard error: lines that need a person, and settings that mean
+    A short report goes to standard error: lines that need a decision, and settings that mean
     something else here. ROLL does not have to be installed.
-    Exit codes: 0 ready, 2 the output file exists with other content, 3 lines need a person,
+    Exit codes: 0 ready, 2 the output file exists with other content, 3 lines need a decision,
     64 the file cannot be read.
     """
     from agenticrun_workers.convert import ConvertError, as_yaml, compose
@@ -58,9 +58,9 @@ def convert(
     from agenticrun_workers.convert.outcome import (
         ConvertExit,
         exit_code,
-        lines_for_a_person,
         show_details,
         summary,
+        undecided_lines,
     )
     from agenticrun_workers.convert.tiny import tiny
 
@@ -76,7 +76,7 @@ def convert(
         )
     for line in summary(conversion, file.name):
         typer.echo(line, err=True)
-    todo = "".join(f"# needs a person: {line}\n" for line in lines_for_a_person(conversion))
+    todo = "".join(f"# needs a decision: {line}\n" for line in undecided_lines(conversion))
     document = tiny(conversion.document) if first_step else conversion.document
     text = todo + as_yaml(document)
     if output is None:
@@ -91,6 +91,6 @@ def convert(
             raise typer.Exit(ConvertExit.REFUSED)
         output.write_text(text, encoding="utf-8")
         command = f"run -f {output} --in-process" if first_step else f"validate -f {output}"
-        before = "fix the lines above first, then" if conversion.person else "next:"
+        before = "fix the lines above first, then" if conversion.undecided else "next:"
         typer.echo(f"written: {output}; {before} `agenticrun {command}`", err=True)
     raise typer.Exit(exit_code(conversion))

@@ -84,21 +84,21 @@ def _estimator(top: View, notes: Notes) -> tuple[str, Spec]:
         "normStdType": reward["norm_std_type"] or std or "none",
     }
     if name not in ESTIMATORS:
-        notes.person(
+        notes.undecided(
             "adv_estimator",
             name,
             "no such estimator in ROLL's agentic pipeline: reinforce is written",
         )
         name = "reinforce"
     if grouping == "state" and name != "step_reinforce":
-        notes.person(
+        notes.undecided(
             "reward_normalization.grouping",
             reward["grouping"],
             "only step_reinforce compares states: batch is written",
         )
         grouping = "batch"
     if "group" in types.values() and size < 2 and (name == "gigpo" or grouping == "group"):
-        notes.person(
+        notes.undecided(
             "train_env_manager.group_size",
             size,
             "a group of one has nothing to compare, and ROLL's advantages are all 0: set "
@@ -137,7 +137,7 @@ def _lone_members(grouping: str, types: Spec, size: int, name: str, notes: Notes
 
 
 def _rows(top: View, name: str, notes: Notes) -> str:
-    """Return our estimator for one that scores each turn of a step manager by itself.
+    """Return our estimator for one that scores each turn of a step manager separately.
 
     In ROLL such a turn is a row of the batch with its own reward; the turns after it do not count.
     """
@@ -166,13 +166,13 @@ def _gigpo(grouping: str, types: Spec, size: int, notes: Notes) -> Spec:
         "normalization types as episodes; each trajectory counts once (C6)",
     )
     if grouping == "tag":
-        notes.person(
+        notes.undecided(
             "reward_normalization.grouping",
             "tags",
             "gigpo compares within a trajectory's group or the batch: group is written",
         )
     if size < 2 and "group" not in types.values():
-        notes.person(
+        notes.undecided(
             "train_env_manager.group_size",
             size,
             "gigpo compares the trajectories of a group: set it to at least 2",

@@ -145,9 +145,9 @@ class Conversion:
     """The report: one line per field of the file, and more where several fields act together."""
 
     @property
-    def person(self) -> list[Line]:
-        """Lines that need a person."""
-        return [line for line in self.lines if line.fate is Fate.PERSON]
+    def undecided(self) -> list[Line]:
+        """Lines that need a decision."""
+        return [line for line in self.lines if line.fate is Fate.DECISION]
 
 
 def convert(composition: Composition, name: str) -> Conversion:
@@ -189,7 +189,7 @@ def convert(composition: Composition, name: str) -> Conversion:
     _judge(top, notes)
     for variable in sorted(composition.unset):
         if f"<{variable}>" in str(document):
-            notes.person(
+            notes.undecided(
                 f"${{oc.env:{variable}}}",
                 "",
                 "not set here: set it in the shell, and convert again",
@@ -202,7 +202,7 @@ def convert(composition: Composition, name: str) -> Conversion:
 
 
 def _one_fate_each(lines: list[Line]) -> list[Line]:
-    """Keep of each field the lines of the outcome that a person should know first."""
+    """Keep, for each field, the lines of its most important outcome."""
     order = list(Fate)
     first = {
         name: min((line.fate for line in lines if line.field == name), key=order.index)
@@ -218,7 +218,7 @@ def _refused(document: Spec, notes: Notes) -> None:
     except InvalidRun as error:
         for line in error.errors:
             if not line.startswith(tuple(notes.covered)):
-                notes.person("(result)", "", f"refused: {line}")
+                notes.undecided("(result)", "", f"refused: {line}")
 
 
 OF_MANAGERS = {"env_groups": "num_env_groups", "n_groups": "num_groups_partition"}
@@ -332,13 +332,13 @@ def _pipeline(top: View, train: Spec, notes: Notes) -> Spec:
 
 def _batches(top: View, notes: Notes) -> Spec:
     if top["rollout_batch_size"] < 0:
-        notes.person(
+        notes.undecided(
             "rollout_batch_size",
             top["rollout_batch_size"],
             f"a step needs a number of trajectories: {batch_size(top)} is written",
         )
     if batch_size(top) < 2 and (top["whiten_advantages"] or top["whiten_rewards"]):
-        notes.person(
+        notes.undecided(
             "rollout_batch_size",
             batch_size(top),
             "whitening needs at least two trajectories: raise it, or remove whiten_advantages and "
@@ -359,7 +359,7 @@ def _batches(top: View, notes: Notes) -> Spec:
     val, trajectories = groups(top, "val_env_manager", notes), top["val_batch_size"]
     if trajectories < 0:
         trajectories = val["groups"] * val["groupSize"]
-        notes.person(
+        notes.undecided(
             "val_batch_size",
             top["val_batch_size"],
             f"validation plays a number of episodes: {trajectories} is written",
@@ -376,7 +376,7 @@ def _staleness(top: View, corrects: Spec | None, notes: Notes) -> Spec | None:
     if bound <= 0:
         return None
     if bound > MAX_STALENESS:
-        notes.person(
+        notes.undecided(
             "async_generation_ratio",
             ahead,
             f"at most {MAX_STALENESS} steps ahead, which is written",
@@ -419,7 +419,7 @@ def _record(top: View, notes: Notes) -> Spec | None:
         folder = f"{_checkpoint_uri(top) or CLAIM}/{Path(given).name}"
         notes.adapted("rollout_mock.dump_dir", given, f"{folder}, which outlives the pods")
     if _replays(top):
-        notes.person(
+        notes.undecided(
             "rollout_mock.dump_dir",
             given,
             "recordings of ROLL cannot be read: record with spec.pipeline.record.to first, and "
@@ -441,7 +441,7 @@ def _judge(top: View, notes: Notes) -> None:
     if given is None:
         return
     if isinstance(given, dict) and given.get("device_mapping"):
-        notes.person(
+        notes.undecided(
             "reward",
             (given.get("model_args") or {}).get("model_name_or_path", ""),
             "a judge model on GPUs of its own: serve it behind an OpenAI-compatible endpoint, and "
@@ -463,7 +463,7 @@ def _checkpoint_uri(top: View) -> str | None:
 def _checkpoint(top: View, pods: Spec, notes: Notes) -> Spec:
     resume = top["resume_from_checkpoint"]
     if isinstance(resume, str):
-        notes.person(
+        notes.undecided(
             "resume_from_checkpoint",
             resume,
             "ROLL's checkpoints cannot be read: convert it to a Hugging Face folder, and write "

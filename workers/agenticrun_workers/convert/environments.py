@@ -122,7 +122,7 @@ def environments(top: View, notes: Notes) -> list[Spec]:
         else:
             notes.dropped(f"custom_envs.{tag}", "", "no env manager plays it: left out")
     for tag in sorted(played - described.keys()):
-        notes.person(
+        notes.undecided(
             "custom_envs",
             tag,
             "an env manager plays this tag, which custom_envs does not describe: add it there",
@@ -152,7 +152,7 @@ def _environment(tag: str, env: View, max_new_tokens: int, notes: Notes) -> Spec
     given = env.section("env_config").given
     penalty = float(given.get("format_penalty") or 0)
     if penalty > 0:
-        notes.person(
+        notes.undecided(
             f"{path}.env_config.format_penalty",
             penalty,
             "a penalty is zero or negative here: 0 is written. Give a reward in the environment",
@@ -183,7 +183,7 @@ class Game:
     max_steps: int | None = None
     """Turn limit, if it is not the entry's."""
     foreign: bool = False
-    """True if a person must write or complete the environment."""
+    """True if the user must write or complete the environment."""
 
 
 GAMES = ("frozen_lake", "sokoban", "webshop")
@@ -200,7 +200,7 @@ def _game(tag: str, env: View, notes: Notes) -> Game:
         config = env_config(kind, given, f"{path}.env_config", notes)
         return Game(kind, config, ANSWER_TAGS if kind in GAMES else None)
     covers = "spec.pipeline.envs"
-    notes.person(f"{path}.env_type", name, f"{foreign.what}: {foreign.instead}", covers=covers)
+    notes.undecided(f"{path}.env_type", name, f"{foreign.what}: {foreign.instead}", covers=covers)
     if foreign.type:
         for key in given:
             notes.dropped(f"{path}.env_config.{key}", given[key], "see env_type")
@@ -224,7 +224,7 @@ def _agent_type(tag: str, env: View, game: Game, notes: Notes) -> str:
     if game.foreign and manager in AGENTS:
         return AGENTS[manager]  # the line about the environment says what to write
     if manager not in AGENTS or manager == "AgentNativeStepEnvManager":
-        notes.person(
+        notes.undecided(
             path,
             manager,
             "a manager that builds its prompts itself: multi_turn is written. Write an agent of "
@@ -240,7 +240,7 @@ def _agent_type(tag: str, env: View, game: Game, notes: Notes) -> str:
     elif manager == "ProxyEnvManager" and runner in ("GEMRunner", ""):
         notes.adapted(path, manager, "multi_turn plays the same turns without an HTTP endpoint")
     elif manager == "ProxyEnvManager":
-        notes.person(
+        notes.undecided(
             f"custom_envs.{tag}.agent_runner_cls",
             runner,
             "an agent that calls the policy over HTTP: write agent.type: outside with its command "
@@ -254,7 +254,7 @@ def _math(env: View, path: str, notes: Notes) -> Game:
     given = env.section("env_config").given
     name = given.get("dataset_name")
     if not name:
-        notes.person(
+        notes.undecided(
             f"{path}.env_config.dataset_name",
             name,
             "names no data set: write its path into spec.pipeline.envs[].dataset.path",
@@ -292,7 +292,7 @@ def _math(env: View, path: str, notes: Notes) -> Game:
     arguments = {str(tool.get("tool_id")): tool.get("tool_args") or {} for tool in tools}
     others = sorted(arguments.keys() - {"python_code"})
     if others:
-        notes.person(
+        notes.undecided(
             f"{path}.tool_wrapper",
             others,
             "tools that are not offered: python_tool is written. Call other tools in an "
@@ -379,14 +379,14 @@ def groups(top: View, manager: str, notes: Notes) -> Spec:
     view = top.section(manager)
     tags, partition, count = view["tags"], view["num_groups_partition"], view["num_env_groups"]
     if partition is not None and (sum(partition) != count or len(partition) != len(tags)):
-        notes.person(
+        notes.undecided(
             f"{manager}.num_groups_partition",
             partition,
             f"must be {len(tags)} numbers that add up to num_env_groups, {count}: change one",
             covers=f"spec.pipeline.{OURS[manager]}",
         )
     if partition is None and count % len(tags):
-        notes.person(
+        notes.undecided(
             f"{manager}.num_env_groups",
             count,
             f"does not divide over {len(tags)} tags: set num_groups_partition",
@@ -467,7 +467,7 @@ def translated(template: str, path: str, *, step_wise: bool, notes: Notes) -> st
             )
             return ""
         if name not in PLACEHOLDERS or (name in STEP_ONLY and not step_wise):
-            notes.person(
+            notes.undecided(
                 f"{path} {{{name}}}",
                 "",
                 "no such placeholder here: it is left out. Write the text into "
@@ -492,13 +492,13 @@ def env_config(kind: str, given: dict[str, Any], path: str, notes: Notes) -> dic
         elif value == UNUSED.get(kind, {}).get(key, ...):
             notes.dropped(name, value, "no effect at this value")
         elif known is not None and key not in known:
-            notes.person(name, value, f"our {kind} has no such argument: it is left out")
+            notes.undecided(name, value, f"our {kind} has no such argument: it is left out")
         elif value is not None:
             ours = (known or {"env_instruction": "instruction"}).get(key) or camel_case(key)
             config[ours] = value
             notes.mapped(name, value, f"spec.pipeline.envs[].config.{ours}")
     if kind == "webshop" and "items" not in config:
-        notes.person(
+        notes.undecided(
             path,
             "no data files",
             "the shop sells 200 made-up products. Write the paths of WebShop's files into "
@@ -545,7 +545,7 @@ def _common(key: str, value: Any, name: str, notes: Notes) -> None:
 def _special(key: str, value: Any, name: str, notes: Notes) -> dict[str, Any]:
     if key == "map_seed":
         if value is not None:
-            notes.person(
+            notes.undecided(
                 name,
                 value,
                 "every group plays a map of its own, and validation always the same ones (C9): "
@@ -567,7 +567,7 @@ def _special(key: str, value: Any, name: str, notes: Notes) -> dict[str, Any]:
         notes.mapped(name, value, f"spec.pipeline.envs[].config.actions: {actions}")
         return {"actions": actions}
     elif key == "dim_room" and value is not None:
-        notes.person(name, value, "must be [rows, columns]: rows and columns 10 are written")
+        notes.undecided(name, value, "must be [rows, columns]: rows and columns 10 are written")
     else:
         notes.dropped(
             name, value, "words for prompts: write them into env_instruction or the templates"
@@ -592,8 +592,8 @@ def _checked(kind: str, config: dict[str, Any], path: str, notes: Notes) -> dict
         with _silent():
             make_env(kind, config)
     except PluginConfigError as error:
-        notes.person(path, config, f"{error}: change spec.pipeline.envs[].config")
+        notes.undecided(path, config, f"{error}: change spec.pipeline.envs[].config")
     except PluginError as error:
         field = path.removesuffix("env_config") + "env_type"
-        notes.person(field, kind, f"{error} (docs/environments.md)", covers="spec.pipeline.envs")
+        notes.undecided(field, kind, f"{error} (docs/environments.md)", covers="spec.pipeline.envs")
     return config

@@ -13,8 +13,8 @@ from typing import Any, Literal
 class Fate(StrEnum):
     """Outcome of a field, in the order of the report."""
 
-    PERSON = "needs a person"
-    """Nothing here does the same: a person must decide what to write."""
+    DECISION = "needs a decision"
+    """Nothing here does the same: the user must decide what to write."""
     CHANGED = "means something else here"
     """It has a counterpart, which computes something else."""
     UNKNOWN = "unknown to ROLL"
@@ -30,8 +30,8 @@ class Fate(StrEnum):
         return self.value.partition(":")[0]
 
 
-OF_PEOPLE = (Fate.PERSON, Fate.CHANGED)
-"""Outcomes that a person should read."""
+TO_READ = (Fate.DECISION, Fate.CHANGED)
+"""Outcomes that the user should read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Line:
     value: Any
     """Value in the file, or ROLL's default."""
     note: str
-    """Our field, or the reason why there is none. For `Fate.PERSON`: also what to write."""
+    """Our field, or the reason why there is none. For `Fate.DECISION`: also what to write."""
 
 
 @dataclass
@@ -67,13 +67,13 @@ class Notes:
     def adapted(self, name: str, value: Any, note: str) -> None:
         self.lines.append(Line(Fate.ADAPTED, name, value, note))
 
-    def person(self, name: str, value: Any, note: str, *, covers: str = "") -> None:
-        """Add a line that needs a person.
+    def undecided(self, name: str, value: Any, note: str, *, covers: str = "") -> None:
+        """Add a line that needs a decision.
 
         Args:
             covers: path of our field; an error there is not reported again.
         """
-        self.lines.append(Line(Fate.PERSON, name, value, note))
+        self.lines.append(Line(Fate.DECISION, name, value, note))
         if covers:
             self.covered.add(covers)
 
@@ -99,7 +99,7 @@ class Field:
     default: Any = None
     """ROLL's default."""
     off: tuple[Any, ...] = ()
-    """For PERSON: values that have no effect, besides the default."""
+    """For DECISION: values that have no effect, besides the default."""
     choices: Mapping[Any, str] = field(default_factory=dict)
     """Supported values -> our fields. Other values have the fate of the field."""
     unread: Unread | None = None
@@ -134,7 +134,7 @@ class Field:
         if isinstance(value, str) and value in self.choices:
             return Line(Fate.MAPPED, path, value, self.choices[value])
         if (
-            self.fate is Fate.PERSON
+            self.fate is Fate.DECISION
             and not self.choices
             and (value == self.default or value in self.off)
         ):
@@ -176,7 +176,7 @@ def adapted(note: str, default: Any = None, unread: Unread | None = None) -> Fie
 
 def cannot(note: str, default: Any = None, *off: Any, unread: Unread | None = None) -> Field:
     """Declare an unsupported field. Its default and the values `off` have no effect."""
-    return Field(Fate.PERSON, note, default, off, unread=unread)
+    return Field(Fate.DECISION, note, default, off, unread=unread)
 
 
 def one_of(
@@ -185,7 +185,7 @@ def one_of(
     default: Any = None,
     unread: Unread | None = None,
     *,
-    otherwise_is: Fate = Fate.PERSON,
+    otherwise_is: Fate = Fate.DECISION,
 ) -> Field:
     """Declare a field of which only some values (`choices`: value -> our field) are supported."""
     return Field(otherwise_is, otherwise, default, choices=choices, unread=unread)

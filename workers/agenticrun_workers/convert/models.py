@@ -41,18 +41,18 @@ def model(top: View, notes: Notes) -> Spec:
     """Return `spec.model`."""
     path, field = model_path(top), "pretrain"
     if path is None:
-        notes.person(
+        notes.undecided(
             field, None, "names no model: write it into spec.model.path", covers="spec.model"
         )
     elif _EXPERTS.search(path):
-        notes.person(
+        notes.undecided(
             field,
             path,
             "a mixture of experts, which is not offered yet: write a dense model into "
             "spec.model.path, such as Qwen/Qwen3-8B",
         )
     elif _SEVERAL.search(path):
-        notes.person(
+        notes.undecided(
             field,
             path,
             "a model of several modalities, which is not offered yet: write a text model into "
@@ -84,7 +84,7 @@ def _attention(top: View, dtype: str, notes: Notes) -> str | None:
         notes.adapted(field, given, "flash attention computes in bfloat16: sdpa is written")
         return None
     if ours == "flash_attention_2":
-        notes.person(
+        notes.undecided(
             field,
             given,
             "flash_attention_2 needs flash-attn, which our images do not have: set spec.image to "
@@ -201,7 +201,7 @@ def actor_infer(top: View, *, corrects: bool, notes: Notes) -> Spec:
             "validationGenerating is the sampling of training, as in ROLL; 0 is greedy (C20)",
         )
     if temperature == 0:
-        notes.person(
+        notes.undecided(
             f"{path}.temperature",
             0,
             "greedy training has nothing to learn from: 1 is written",
@@ -303,7 +303,7 @@ def train_strategy(top: View, notes: Notes) -> Spec:
     config: Spec = {}
     for key, value in role.section("strategy_args").section("strategy_config").given.items():
         if key in NOT_OFFERED and value is not False and not _asks_for_nothing(value):
-            notes.person(f"{path}.{key}", value, NOT_OFFERED[key])
+            notes.undecided(f"{path}.{key}", value, NOT_OFFERED[key])
         elif key not in KEPT[name]:
             notes.dropped(
                 f"{path}.{key}",
@@ -367,7 +367,7 @@ def infer_strategy(top: View, notes: Notes) -> Spec:
             notes.mapped(f"{path}.{key}", value, f"spec.pipeline.actorInfer.strategy.config.{key}")
     gpus, path_of_gpus = role["num_gpus_per_worker"], "actor_infer.num_gpus_per_worker"
     if gpus > 1 and name == "transformers":
-        notes.person(
+        notes.undecided(
             path_of_gpus,
             gpus,
             "the transformers engine has one GPU: set actorInfer.strategy.name to sglang or vllm",
@@ -385,7 +385,7 @@ def lora(top: View, notes: Notes) -> Spec | None:
         return None
     path = "actor_train.model_args"
     if arguments["lora_dropout"]:
-        notes.person(
+        notes.undecided(
             f"{path}.lora_dropout",
             arguments["lora_dropout"],
             "dropout of adapters: log-probs would not be those of the policy. Set it to 0",
@@ -463,7 +463,7 @@ def roles(top: View, env_pods: int, notes: Notes) -> Spec:
             {"name": name, "value": value} for name, value in {**everywhere, **own}.items()
         ]
         if len(variables) > MAX_VARIABLES:
-            notes.person(
+            notes.undecided(
                 "system_envs",
                 len(variables),
                 f"at most {MAX_VARIABLES} variables of a role: the others are left out. Put them "
@@ -480,7 +480,7 @@ def _size(pods: dict[str, Spec], top: View, *, together: bool, notes: Notes) -> 
     if size is None and model_path(top) is None:
         return  # another line says so
     if size is None:
-        notes.person(
+        notes.undecided(
             "(resources)",
             model_path(top),
             "neither name nor folder tells the size of the model: write memory and shmSize of "

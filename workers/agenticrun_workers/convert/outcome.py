@@ -1,4 +1,4 @@
-"""What a conversion says to a person: a screen, or every field on request. And its exit codes."""
+"""The report of a conversion: one screen, or every field on request. And its exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agenticrun_workers.convert.converter import Conversion
-from agenticrun_workers.convert.fields import OF_PEOPLE, Fate, Line, meant
+from agenticrun_workers.convert.fields import TO_READ, Fate, Line, meant
 
 WIDTH = 100
 MOST_TYPOS = 4
@@ -26,27 +26,27 @@ class ConvertExit(IntEnum):
     """The run can be applied as it is."""
     REFUSED = 2
     """The output file exists with other content, and nothing is written."""
-    PERSON = 3
-    """The run is written, and some lines of it need a person."""
+    UNDECIDED = 3
+    """The run is written, and some lines of it need a decision."""
     UNREADABLE = 64
     """The file is no configuration of ROLL, or parts of it are missing."""
 
 
 def exit_code(conversion: Conversion) -> ConvertExit:
     """Return the exit code of a conversion."""
-    return ConvertExit.PERSON if conversion.person else ConvertExit.READY
+    return ConvertExit.UNDECIDED if conversion.undecided else ConvertExit.READY
 
 
 def summary(conversion: Conversion, name: str) -> Iterator[str]:
-    """Yield the lines of a short report: what needs a person, and what means something else.
+    """Yield the lines of a short report: what needs a decision, and what means something else.
 
     Args:
         name: of the file, for the first line.
     """
-    entries = list(_merged(conversion.person))
+    entries = list(_merged(conversion.undecided))
     count = len(entries)
     yield f"{name}: " + (
-        f"{count} {'line needs' if count == 1 else 'lines need'} a person" if count else "ready"
+        f"{count} {'line needs' if count == 1 else 'lines need'} a decision" if count else "ready"
     )
     yield from _entries(entries)
     changed = list(_merged(_of(conversion, Fate.CHANGED)))
@@ -60,13 +60,13 @@ def summary(conversion: Conversion, name: str) -> Iterator[str]:
         more = f" and {len(typos) - MOST_TYPOS} more" if len(typos) > MOST_TYPOS else ""
         yield f"probably mistyped, ignored by ROLL: {', '.join(typos[:MOST_TYPOS])}{more}"
     counts = Counter(line.fate for line in conversion.lines)
-    rest = [f"{counts[fate]} {fate.short}" for fate in Fate if fate not in OF_PEOPLE]
+    rest = [f"{counts[fate]} {fate.short}" for fate in Fate if fate not in TO_READ]
     yield f"all other settings: {', '.join(rest)} (--details lists them)"
 
 
-def lines_for_a_person(conversion: Conversion) -> Iterator[str]:
-    """Yield one line for each thing that needs a person."""
-    for field, value, note in _merged(conversion.person):
+def undecided_lines(conversion: Conversion) -> Iterator[str]:
+    """Yield one line for each field that needs a decision."""
+    for field, value, note in _merged(conversion.undecided):
         yield f"{field}{f' ({value})' if value else ''}: {note}"
 
 

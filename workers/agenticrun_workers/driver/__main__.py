@@ -102,7 +102,7 @@ def log_file(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1)
-    except OSError as error:  # whoever saves a checkpoint there says what to do
+    except OSError as error:  # saving a checkpoint there fails too, and says what to do
         log.warning("no log file: %s", error)
         yield
         return

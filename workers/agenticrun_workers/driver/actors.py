@@ -80,7 +80,7 @@ class RunActors:
         """The pods where such actors have run, by role, the newest last."""
         self._fixed = _fixed_pools(run.spec)
         self.stores: list[ActorHandle[TrajectoryStore]] = []
-        self._told: Metrics = {}
+        self._reported: Metrics = {}
         """Spilled and lost trajectories and episodes at the last call of `metrics`."""
         self.engines = EnginePool(
             self._spawn_engine,
@@ -124,7 +124,7 @@ class RunActors:
 
     @property
     def traced(self) -> dict[str, ActorHandle[Traced]]:
-        """The actors of now that a trace records, by name."""
+        """Currently running actors to record in a trace, by name."""
         workers = {f"env worker {number}": actor for number, actor in self.envs.workers.items()}
         return {**self._ranks, **self.engines.engines, **workers}
 
@@ -140,7 +140,7 @@ class RunActors:
 
     @property
     def pools(self) -> dict[Role, PoolStatus]:
-        """The engines and env workers of now, by the role of their pods."""
+        """Counts of the current engines and env workers, by the role of their pods."""
         live: dict[Role, Collection[ActorHandle[Any]]] = {
             Role.INFERENCE: self.engines.engines.values(),
             Role.ENV: self.envs.workers.values(),
@@ -198,8 +198,8 @@ class RunActors:
         uses = await asyncio.gather(
             *(store.call(lambda keeper: keeper.use()) for store in self.stores)
         )
-        before, self._told = (
-            self._told,
+        before, self._reported = (
+            self._reported,
             {
                 "rollout/spilled_bytes": float(sum(use.spilled_bytes for use in uses)),
                 "rollout/spilled_trajectories": float(
@@ -211,7 +211,7 @@ class RunActors:
                 "rollout/lost_episodes": float(self.envs.lost_episodes),
             },
         )
-        since = {name: value - before.get(name, 0.0) for name, value in self._told.items()}
+        since = {name: value - before.get(name, 0.0) for name, value in self._reported.items()}
         return {"rollout/store_bytes": float(sum(use.memory_bytes for use in uses)), **since}
 
     async def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on as if nothing had happened, on any fsspec file system.
+"""Checkpoints: all that a run needs to continue unchanged, on any fsspec file system.
 
 A checkpoint is a folder `<base>/step-<N>`: the driver's state, and one folder per module
 (actor_train, critic, reference) that the module's ranks write. The manifest lists every other file.
@@ -302,7 +302,7 @@ class CheckpointStore:
                 try:
                     manifest = read_manifest(folder)
                 except DamagedFile:
-                    found.append(("", 0, folder))  # whoever loads it says what is wrong
+                    found.append(("", 0, folder))  # loading it reports what is wrong
                 else:
                     found += [(manifest.time, manifest.step, folder)] if manifest else []
         return [folder for *_, folder in sorted(found, key=lambda item: item[:2], reverse=True)]

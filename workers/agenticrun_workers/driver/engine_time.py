@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 REMEMBERED = 4
-"""Silent engines that are remembered for each wanted one: those that are only slow answer again."""
+"""Unresponsive engines to remember per expected engine, since a slow one may still answer."""
 
 
 class EngineTime:
@@ -59,7 +59,7 @@ class EngineTime:
         self._most_wanted = 0
         self._old_seats: list[int] = []
         """Seats of engines that were forgotten, the largest first; as many as were ever wanted."""
-        self._told: dict[str, tuple[float, EngineStats]] = {}
+        self._reported: dict[str, tuple[float, EngineStats]] = {}
         """The same at the last call of `metrics`."""
         self._restart(time.perf_counter())
 
@@ -126,13 +126,13 @@ class EngineTime:
         """Return the metrics of the time since the last call, or since the beginning."""
         answers = await self._read()
         now, seconds = self._read_at, self._read_at - self._began
-        before = {engine: stats for engine, (_, stats) in self._told.items()}
-        since = {engine: now - then for engine, (then, _) in self._told.items()}
+        before = {engine: stats for engine, (_, stats) in self._reported.items()}
+        since = {engine: now - then for engine, (then, _) in self._reported.items()}
         found = engine_metrics(
             before, answers, {engine: since.get(engine, seconds) for engine in answers}
         )
         seats_before, self._seats = self._seats, self._wanted_seats()
-        # Some of those that leave may have computed until a moment ago.
+        # Some of the leaving engines may have computed until a moment ago.
         if whole := max(seats_before, self._seats) * seconds:
             there, busy = min(self._there / whole, 1.0), self._busy / whole
             weights = min(self._sync_idle / whole, there - busy)
@@ -153,7 +153,7 @@ class EngineTime:
             }
         found["rollout/aborted_tokens"] = float(self._aborted_tokens)
         self._forget_silent()
-        self._told = dict(self._newest)
+        self._reported = dict(self._newest)
         self._restart(now)
         return found
 

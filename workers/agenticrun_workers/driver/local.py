@@ -237,8 +237,8 @@ def threads_of_this_process(logs: Path) -> Iterator[Launcher]:
     os.environ[LOG_FOLDER] = str(logs.absolute())
     import transformers
 
-    # It loads its classes when they are first asked for. Of two threads that ask at once, one may
-    # be told that there is no such class.
+    # transformers loads its classes on first access. If two threads ask at once, one of them may
+    # get "no such class".
     for name in ("PreTrainedModel", "PreTrainedTokenizerFast"):
         getattr(transformers, name)
     launcher = InProcessLauncher()

@@ -205,7 +205,7 @@ class Loop:
                 await self._sync_weights_if_due()
                 await self._validate_if_due()
                 await self._save()
-                if not await self._has_steps():  # maxSteps may have been raised meanwhile
+                if not await self._has_steps():  # maxSteps may have been raised while saving
                     return
         except StopRequested:
             self._parts.progress.activity(Activity.STOPPING)

@@ -3,7 +3,7 @@
 The output (metrics.jsonl, TensorBoard's events, samples, driver.log) is written to a folder of the
 head pod if the checkpoints go to object storage, which cannot append to files. Changed files are
 copied beside the checkpoints every minute and at the end of an attempt. An attempt on a new head
-pod first fetches what the last one left, so that its files go on.
+pod first fetches what the last one left, so that it appends to these files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_REFUSED = 3
 FETCHED = ".fetched"
 """A file of the local folder once it has what earlier attempts left.
 
-From a folder without it nothing is copied: its files do not go on from the others, and would
+From a folder without it nothing is copied: its files do not continue the stored ones, and would
 replace them.
 """
 

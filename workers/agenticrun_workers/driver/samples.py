@@ -1,4 +1,4 @@
-"""Sample episodes on disk for people: as text, and as animated GIFs."""
+"""Sample episodes on disk for users: as text, and as animated GIFs."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class TraceSession:
     Args:
         output: the output folder.
         run: name of the run.
-        actors: returns the actors of now.
+        actors: returns the current actors.
         sample: values of counters of the driver.
     """
 
@@ -156,7 +156,7 @@ class TraceSession:
         return Trace(processes, facts, notes)
 
     async def _write(self, trace: Trace, session: _Session) -> None:
-        """Write the file while training goes on."""
+        """Write the file while training continues."""
         began, request = time.perf_counter(), session.request
         try:
             await asyncio.to_thread(trace.write, request.answer)

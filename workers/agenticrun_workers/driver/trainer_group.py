@@ -122,7 +122,7 @@ class TrainerGroup:
         )
 
     async def freeze_reference(self) -> None:
-        """Make the policy of now the reference, unless the run names another one or has none."""
+        """Copy the current policy into the reference, unless the run has none or names its own."""
         if REFERENCE in self._modules():
             ranks: Sequence[ActorHandle[ReferenceUpdateMixin]] = self._references or self._trainers
             places = await asyncio.gather(

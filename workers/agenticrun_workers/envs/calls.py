@@ -212,7 +212,7 @@ def _idle_thread() -> _CallThread:
 MAX_BLOCKING_CALLS = 64
 """Calls of sync environments that an event loop, such as an env worker's, runs at once.
 
-Others wait, and their timeout does not run meanwhile.
+Others wait, and their timeout starts only when they begin.
 """
 
 MAX_HANGING = 1024

@@ -190,7 +190,7 @@ class GymnasiumEnv:
         return StepResult(self._text, float(reward), bool(terminated), bool(truncated), metrics)
 
     def valid_actions(self) -> list[str]:
-        """Return every action, or those that the environment's `action_mask` allows now."""
+        """Return every action, or the actions that the environment's `action_mask` allows now."""
         words = self._words.all()
         if self._mask is None or len(self._mask) != len(words):
             return words

@@ -91,7 +91,7 @@ MAX_TIMEOUTS = 2 * MAX_STARTS
 """After so many starts in a row that took too long, the server is replaced.
 
 It may be frozen, or hang in the import of the module. Its socket has room for these requests and
-for those that wait.
+for the waiting ones.
 """
 
 MAX_GROWTH = 512 * 1024 * 1024
@@ -101,7 +101,7 @@ MAX_GROWTH = 512 * 1024 * 1024
 class IsolatedEnv:
     """An environment in another process; see `Env`.
 
-    Made by `Isolation.start`; call `end` when it is not needed any more.
+    Made by `Isolation.start`; call `end` when it is no longer needed.
     """
 
     def __init__(self, pipe: _Pipe, facts: Mapping[str, Any]) -> None:

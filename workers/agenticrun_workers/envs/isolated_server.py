@@ -127,7 +127,7 @@ def main() -> None:
     try:
         answer_calls(socket.socket(fileno=connection), type, config)
         status = 0
-    except ConnectionError:  # the worker is not interested any more
+    except ConnectionError:  # the worker has closed its end
         status = 0
     except BaseException:
         traceback.print_exc()

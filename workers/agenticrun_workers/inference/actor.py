@@ -283,12 +283,12 @@ class EngineActor(Traced):
                 woken.set()
         try:
             await self._engine.abort(request_ids)
-        except EngineError as error:  # not the client's business: it goes on with other requests
+        except EngineError as error:  # other requests of the client continue
             self._record_failure(error)
 
     async def _watch(self) -> None:
         """Poll the engine until it fails, because one that is frozen fails no request."""
-        told = ""
+        logged = ""
         pace = Pace()
         while not self._broken.done():
             await asyncio.sleep(POLL_SECONDS)
@@ -300,9 +300,9 @@ class EngineActor(Traced):
             except EngineError as error:
                 self._record_failure(error)
             except Exception as error:
-                if repr(error) != told:
+                if repr(error) != logged:
                     log.exception("the health of %s cannot be checked", self._name)
-                told = repr(error)
+                logged = repr(error)
 
     def _broadcast_engine(self) -> SupportsBroadcast:
         if not isinstance(self._engine, SupportsBroadcast):

@@ -5,7 +5,7 @@ that of two random engines which has fewer tokens to sample. It stays there, bec
 caches its prefix, until the engine is full and another one would be sooner, the prefix included.
 When an engine dies or cannot be reached, its requests go to another engine or wait for its
 replacement. An engine sends the tokens of long responses from time to time (`Progress`): another
-one goes on from these. Each token keeps its log-prob and its policy version, as it does when new
+one continues from these. Each token keeps its log-prob and its policy version, as it does when new
 weights come in the middle of a response.
 """
 
@@ -73,7 +73,7 @@ class _Waiting:
     """Tokens that the engine has sampled so far."""
 
     def for_an_engine(self) -> GenerationRequest:
-        """Return the request for the next engine: it goes on from the tokens that have come."""
+        """Return the request for the next engine: it continues from the tokens received so far."""
         self.begun, self.progress = joined(self.begun, self.progress), ABORTED_UNSAMPLED
         sampled = len(self.begun.tokens_T)
         if not sampled:
@@ -113,9 +113,9 @@ class _EngineLink:
         self.in_flight: dict[str, _Waiting] = {}
         self.outgoing: list[GenerationRequest] = []
         self.load = EngineLoad()
-        """As the engine told last, with what was sent to it since then."""
-        self.told = 0.0
-        """When it told that, in the time of the event loop."""
+        """The engine's last report, plus what was sent to it since then."""
+        self.reported_at = 0.0
+        """Time of that report, on the event loop's clock."""
         self.frames: Frames | None = None
         """The connection, if there is one. Without it requests wait in `in_flight`."""
         self.reachable = True
@@ -139,7 +139,7 @@ class _EngineLink:
         if (
             self.load.requests
             and not self.in_flight
-            and asyncio.get_running_loop().time() - self.told > OLD_LOAD_SECONDS
+            and asyncio.get_running_loop().time() - self.reported_at > OLD_LOAD_SECONDS
         ):
             self.load = replace(self.load, requests=0, tokens=0.0)
         return self.load
@@ -287,7 +287,7 @@ class GenerationClient:
         try:
             while True:
                 answers, link.load = await frames.read()
-                link.told = asyncio.get_running_loop().time()
+                link.reported_at = asyncio.get_running_loop().time()
                 for answer in answers:
                     self._deliver(link, answer)
         except (OSError, EOFError):

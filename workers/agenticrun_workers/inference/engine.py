@@ -321,14 +321,14 @@ class SampledTokens:
 class ReportsProgress(Protocol):
     """An engine that shows what it has sampled for requests in flight.
 
-    Clients keep these tokens. If the engine is lost, another one goes on from them.
+    Clients keep these tokens. If the engine is lost, another one continues from them.
     """
 
     def progress(self, request_id: str, start: int) -> Generation | None:
         """Return the tokens of a request from number `start` on, but never a whole response.
 
-        None if there are none yet, or if another engine must not go on from them: it would compute
-        other log-probs than an undisturbed one (`deterministic`), or mix versions
+        None if there are none yet, or if another engine must not continue from them: it would
+        compute other log-probs than an undisturbed one (`deterministic`), or mix versions
         (`staleness.partialRollout: false`).
         """
         ...

@@ -190,9 +190,9 @@ class EnginePool:
     def resize(self, count: int) -> None:
         """Follow another number of engines, in the background.
 
-        More engines serve as soon as each has a pod and the weights. Those that leave do so
-        between two weight updates: no new request goes to them, their requests go on elsewhere from
-        the tokens that they have, and their actors end. Whole nodes become empty first.
+        More engines serve as soon as each has a pod and the weights. Engines leave between two
+        weight updates: they get no new requests, their running requests continue on other engines
+        from the tokens sampled so far, and their actors end. Whole nodes become empty first.
         """
         self._count = count
         for _ in range(count - len(self._slots)):
@@ -204,8 +204,8 @@ class EnginePool:
     async def sleep(self) -> None:
         """Make all engines leave their devices to the trainers.
 
-        An engine that dies meanwhile is replaced after `wake`. One that starts is waited for, but
-        not one that has no place yet.
+        An engine that dies while it sleeps is replaced after `wake`. Waits for engines that are
+        starting, but not for engines without a pod.
         """
         self._awake.clear()
         await self._none_starts.wait()
@@ -224,7 +224,7 @@ class EnginePool:
     ) -> SyncReport:
         """Load the trainers' weights into every engine. Engines that fail to are replaced.
 
-        Nobody asks them from then on: one that still answers has the old weights.
+        They get no more requests: one that still answers has the old weights.
 
         Args:
             weights: how weights travel from the trainers to the engines.
@@ -276,7 +276,8 @@ class EnginePool:
     def _has_answered(self, name: str, task: asyncio.Task[EngineStats]) -> None:
         del self._asked[name]
         if not task.cancelled():
-            task.exception()  # of an engine that died: whoever keeps it alive tells of it
+            # Retrieve the exception to silence asyncio; the engine's watcher reports the death.
+            task.exception()
 
     async def stop(self) -> None:
         """Stop watching the engines. Their actors end with the Ray session."""
@@ -416,7 +417,7 @@ class EnginePool:
             slot.engine_id = ""
 
     async def _serve(self, slot: _Slot, start: Awaitable[None] | None = None) -> None:
-        """Start an engine in a slot, also if the first ones die or fail before they serve.
+        """Start an engine in a slot. Try again if the first ones die or fail before they serve.
 
         Others have served with the same settings: whatever its error says, it counts as a death.
 

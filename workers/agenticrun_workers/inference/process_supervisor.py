@@ -3,7 +3,7 @@
 Run as a script: `python process_supervisor.py PARENT_PID FOLDER COMMAND...`, with the environment
 of the server. It starts the command in a session of its own, and ends when the command ends, when
 its standard input closes, or when its parent is gone, however the parent died. Before it ends, it
-kills all descendants of the command, also those that left its process group, and removes FOLDER and
+kills all descendants of the command, even outside its process group, and removes FOLDER and
 the descendants' files in /dev/shm.
 It forwards SIGTERM to the command, which may then end in its own time. Its exit status is that of
 the command.
@@ -147,13 +147,13 @@ class SharedMemory:
             self._earlier |= {*os.listdir(SHARED_MEMORY)}
 
     def look(self) -> None:
-        """Note the files that the processes write to now. They cannot be found any more later."""
+        """Note the files that the processes write to now. Later they can no longer be found."""
         with contextlib.suppress(OSError, psutil.Error):
             self._made |= mapped_by(psutil.Process().children(recursive=True), "rw-s")
             self._made -= self._earlier
 
     def remove(self) -> None:
-        """Remove them, but for those of other users and those that other processes use."""
+        """Delete the files, except files of another user or still mapped by another process."""
         if not self._made:
             return
         with contextlib.suppress(OSError, psutil.Error):

@@ -281,7 +281,7 @@ class _Connection:
         self._in_flight: dict[asyncio.Task[None], str] = {}
         """Ids of the requests, from when they are read. The key is the task, because an id may come
         again before the task of an aborted request has ended."""
-        self._told: dict[asyncio.Task[None], int] = {}
+        self._reported: dict[asyncio.Task[None], int] = {}
         """Number of tokens that the client has, by request that was in flight at the last look."""
         self._answers: list[Answer | Progress] = []
         self._open = True
@@ -310,13 +310,14 @@ class _Connection:
         """Send the new tokens of long responses from time to time."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
-            for task, told in self._told.items():
+            for task, reported in self._reported.items():
                 request_id = self._in_flight[task]
-                sampled = self._port.progress(request_id, told)
+                sampled = self._port.progress(request_id, reported)
                 if sampled is not None:
-                    self._told[task] = told + len(sampled.tokens_T)
-                    self._send(Progress(request_id.removeprefix(self._id_prefix), told, sampled))
-            self._told |= dict.fromkeys(self._in_flight.keys() - self._told.keys(), 0)
+                    self._reported[task] = reported + len(sampled.tokens_T)
+                    unprefixed = request_id.removeprefix(self._id_prefix)
+                    self._send(Progress(unprefixed, reported, sampled))
+            self._reported |= dict.fromkeys(self._in_flight.keys() - self._reported.keys(), 0)
 
     def close(self) -> list[str]:
         """Stop sending answers. Returns the ids of the requests still in flight."""
@@ -325,7 +326,7 @@ class _Connection:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._in_flight[task]
-        self._told.pop(task, None)
+        self._reported.pop(task, None)
         self._port.tasks.discard(task)
 
     async def _answer(self, request_id: str, engine_request: GenerationRequest) -> None:

@@ -404,7 +404,7 @@ def readable_answer() -> Iterator[None]:
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of our process that a server gets, too: not those that we have set."""
+    """Return the variables of our process that a server inherits: all but our own."""
     return {
         name: value
         for name, value in environment.items()

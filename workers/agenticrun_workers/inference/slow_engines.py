@@ -1,8 +1,9 @@
 """SlowEngines finds engines that are far slower than the others of their run.
 
-Load balancers call it outlier ejection. An engine is ejected for a time: it gets no requests, and
-those that it has go on at other engines. Then it is tried again, and ejected for twice as long if
-it is still slow. So an engine that stays slow costs little, and one that recovers is used again.
+Load balancers call it outlier ejection. An engine is ejected for a time: it receives no new
+requests, and its running requests move to other engines. Then it is tried again, and ejected for
+twice as long if it is still slow. So an engine that stays slow costs little, and one that recovers
+is used again.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ class SlowEngines:
         record.ejections += 1
         return (
             f"{engine_id} samples {speed.request:.3g} tokens/s for each request, and others "
-            f"{others.request:.3g}: its {stats.running + stats.waiting} requests go on elsewhere, "
+            f"{others.request:.3g}: its {stats.running + stats.waiting}requests move to others, "
             f"and it gets no others for {record.polls_left * POLL_SECONDS:.0f} s"
         )
 

@@ -244,7 +244,7 @@ class _Actor:
 
     @property
     def ended(self) -> bool:
-        """True if it was killed, and none of its threads runs any more."""
+        """True if it was killed, and all its threads have ended."""
         return self._death is not None and not any(thread.is_alive() for thread in self.threads)
 
     def submit(self, job: _Job) -> None:

@@ -39,8 +39,8 @@ class Launcher(Protocol):
 
         An actor that dies is not restarted: the caller replaces it, because a new one needs its
         settings and weights first. So a constructor only keeps its arguments: its errors arrive as
-        the death of the actor, which is retried. What can fail for a reason that a person must
-        remove (`InvalidConfig`) belongs into a method.
+        the death of the actor, which is retried. An error that the user must fix (`InvalidConfig`)
+        belongs into a method.
         """
         ...
 

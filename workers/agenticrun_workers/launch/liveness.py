@@ -1,6 +1,6 @@
 """When a process counts as frozen, and what happens then.
 
-A process that is stopped, deadlocked or out of reach fails no call: whoever awaits it would wait
+A process that is stopped, deadlocked or out of reach fails no call: its callers would wait
 forever. A time limit on each call would end long work that is healthy: one token per second is
 slow, not dead. So the rule is:
 
@@ -21,11 +21,11 @@ slow, not dead. So the rule is:
   while it should compute: not while it is paused, sleeps or loads weights. A prompt that is
   computed at once has more time. A request that a server has lost keeps the run from its next
   step, so sooner or later it is the only one in flight.
-- **A process that was given up may go on**, if it was only out of reach. Nobody listens to it: the
+- **A process that was given up may still run**, if it was only out of reach. It is ignored: the
   stores refuse its trajectories (`TrajectoryStore.refuse`), its requests are aborted with its
   connections, and no client or sync knows a replaced engine.
 - **A lost network** breaks the connections of the generation clients by TCP's own probes
-  (`request_port`). To connect again has time limits, and requests go to other engines meanwhile.
+  (`request_port`). Reconnecting has a time limit, and until then requests go to other engines.
 - **A disk that hangs** is no frozen process: what waits for it may be needless or lost. What the
   trajectory stores write stays in their memory after as long as `FROZEN_POLLS`. What they cannot
   read back in that time is nowhere else: the call fails, which ends the attempt.
@@ -50,7 +50,7 @@ FROZEN_POLLS = 12
 
 
 JOIN_SECONDS = 30.0
-"""Time that actors beyond those that are needed have to start before the others begin."""
+"""Time for actors beyond the needed ones to start before the others begin."""
 
 
 class NoAnswer(Exception):
@@ -61,7 +61,7 @@ async def answered(answer: Awaitable[T], polls: int | None = None) -> T:
     """Wait for an answer for `polls` times `POLL_SECONDS`; by default `FROZEN_POLLS`.
 
     Counts waits instead of seconds: if this process itself was stopped, the answer may be there,
-    and nobody has missed more than one poll.
+    and no process has missed more than one poll.
 
     Raises:
         NoAnswer: it has not come.
@@ -83,7 +83,7 @@ async def enough_of(starts: Sequence[asyncio.Future[T]], needed: int) -> set[asy
     An actor whose pod cannot be placed never starts. The others must not wait for it.
 
     Returns:
-        Those that have not ended.
+        The actors that have not ended.
 
     Raises:
         Exception: the error of one that failed. All are cancelled then.

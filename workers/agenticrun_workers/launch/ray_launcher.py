@@ -131,7 +131,7 @@ def _clean_errors() -> Iterator[None]:
 
 
 def _clean(error: Exception) -> Exception:
-    """Clean the texts of an error, and of those that caused it, in place."""
+    """Clean the texts of an error, and of its causes, in place."""
     if _is_utf8(error):
         return error
     part: BaseException | None = error

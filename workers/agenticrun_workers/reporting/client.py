@@ -26,7 +26,7 @@ class ProgressSink(Protocol):
         ...
 
     def sample(self, transcript: str) -> None:
-        """Take the text of an episode of the newest step, for people to read."""
+        """Take the text of an episode of the newest step, for users to read."""
         ...
 
     async def finish(self, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""Progress for people: a live display on a terminal, lines in a log."""
+"""Progress for users: a live display on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QUIET_SECONDS = 10.0
 
 
 class RunConsole(Console):
-    """A console that falls silent when its reader has gone (`... | head`), so the run goes on."""
+    """A console that falls silent when its reader has gone (`... | head`); the run continues."""
 
     def on_broken_pipe(self) -> None:
         """Write nothing more."""
@@ -54,7 +54,7 @@ class PlainDisplay(ProgressSink):
         self._step = 0
         self._activity = ""
         self._message = ""
-        self._told = -math.inf
+        self._reported = -math.inf
         self._began = clock()
 
     def __enter__(self) -> Self:
@@ -91,10 +91,10 @@ class PlainDisplay(ProgressSink):
     def _tell_phase(self, progress: Progress) -> None:
         goes_on = progress.activity == self._activity
         if goes_on and (
-            progress.message == self._message or self._clock() - self._told < QUIET_SECONDS
+            progress.message == self._message or self._clock() - self._reported < QUIET_SECONDS
         ):
             return
-        self._message, self._told = progress.message, self._clock()
+        self._message, self._reported = progress.message, self._clock()
         self._print(f"[{progress.activity}] {progress.message}".rstrip())
 
     def _print(self, line: str) -> None:
@@ -368,8 +368,8 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
     shown = [
         f"{label} {form.format(metrics[name])}" for label, name, form in COLUMNS if name in metrics
     ]
-    told = [f"ALARM {name}" for name in alarms(metrics)]
-    return "  ".join([f"step {step}/{max_steps}", *shown, *told])
+    alarmed = [f"ALARM {name}" for name in alarms(metrics)]
+    return "  ".join([f"step {step}/{max_steps}", *shown, *alarmed])
 
 
 def validation_line(step: int, metrics: Mapping[str, float]) -> str:

@@ -268,7 +268,7 @@ class ReporterState(Model):
     def with_progress(self, progress: Progress, driver: str, *, lapsed: bool) -> ReporterState:
         """Return the state after a snapshot.
 
-        Snapshots of an older attempt change nothing, and neither do those that were known already.
+        Snapshots of an older attempt and repeated snapshots change nothing.
         The first one of a new attempt clears the stop command.
 
         Args:

@@ -401,7 +401,7 @@ def positive(points: Sequence[tuple[int, float]], end: int) -> list[Interval]:
 
 
 def _split(gap: Interval, inside: Sequence[Interval]) -> Iterator[tuple[bool, Interval]]:
-    """Yield the parts of an interval that are inside of others, and those that are not.
+    """Yield the parts of an interval inside and outside of others.
 
     Args:
         inside: in order, and apart from each other.

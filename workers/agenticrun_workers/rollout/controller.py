@@ -141,7 +141,7 @@ class RolloutController:
         self._changed = asyncio.Event()
         self._counts = RolloutCounts()
         self._dropped: Counter[str] = Counter()
-        """Dropped groups for this batch by environment, without those that are or were evicted."""
+        """Dropped groups for this batch by environment, without evicted environments."""
         self._breaker = EnvBreaker(plan.tags if plan.evicts else ())
         self._failure: BaseException | None = None
         self._warn = LogOnce(log.warning)
@@ -176,7 +176,7 @@ class RolloutController:
         Raises:
             TooManyDropped: nearly all groups fail.
             TooManyRejected: the group filter rejects nearly all groups.
-            RolloutFailed: the backend cannot run groups any more.
+            RolloutFailed: the backend can no longer run groups.
         """
         size = self._gate.groups_per_batch
         while True:

@@ -66,7 +66,7 @@ class RolloutBackend(Protocol):
         """Run an episode to its end.
 
         Raises:
-            RolloutFailed: the workers cannot run episodes any more.
+            RolloutFailed: the workers can no longer run episodes.
         """
         ...
 
@@ -81,7 +81,7 @@ class TrainingBackend(RolloutBackend, Protocol):
     def abort(self, group: int) -> None:
         """Stop all episodes of a training group; they end as `ABORTED`.
 
-        Those that are lost with their worker have no tokens then.
+        Episodes whose worker has died are reported without tokens.
         """
         ...
 
@@ -148,7 +148,7 @@ class _Worker:
     episodes: int = 0
     """Number of running episodes: the load."""
     leaving: bool = False
-    """True if it gets no more groups, and ends when those that it has are done."""
+    """True if it gets no more groups, and ends when its groups are done."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it has no open task."""
     watcher: asyncio.Task[None] = field(init=False)
@@ -283,7 +283,7 @@ class EnvPool(TrainingBackend):
     def resize(self, count: int) -> None:
         """Follow another number of workers, in the background.
 
-        More workers get groups as soon as each has a pod. Those that leave get no more groups, and
+        More workers get groups as soon as each has a pod. Leaving workers get no more groups, and
         end when their episodes have, or after `DRAIN_SECONDS`: other workers run these groups then.
         Whole nodes become empty first.
         """
@@ -456,7 +456,7 @@ class EnvPool(TrainingBackend):
                 if worker.open:
                     await worker.done.wait()
         if worker not in self._workers:
-            return  # it has died meanwhile
+            return  # it has died while it drained
         log.info("an env worker leaves, %d stay", self._count)
         if worker.open:
             log.warning(
@@ -522,7 +522,7 @@ class EnvPool(TrainingBackend):
     async def _replacement(
         self, start: Awaitable[ActorHandle[EnvWorker]] | None = None
     ) -> ActorHandle[EnvWorker]:
-        """Start another worker, also if the first ones die before they are ready.
+        """Start another worker. Try again if the first ones die before they are ready.
 
         Args:
             start: the start of the first one, if it has begun.

@@ -231,8 +231,8 @@ def collect_garbage_rarely() -> None:
     """Let Python look for reference cycles seldom.
 
     By default it looks at all objects of all running episodes after every few thousand turns. With
-    10,000 episodes that takes 0.1 s each time, and nothing else runs meanwhile. Now at most
-    2,500,000 objects can pile up in cycles.
+    10,000 episodes that blocks the process for 0.1 s each time. Now at most 2,500,000 objects can
+    pile up in cycles.
     """
     gc.set_threshold(*GC_THRESHOLDS)
 

@@ -63,7 +63,7 @@ class EnvBreaker:
             self._evicted[tag] = error
             log.warning(
                 "environment %r is evicted: %d groups in a row had too few episodes that can be "
-                "trained on. The last error: %s. The run goes on with the others, and tries one "
+                "trained on. The last error: %s. The run continues with the others, and tries one "
                 "of its groups in each step",
                 tag,
                 self._failed[tag],

@@ -1,8 +1,8 @@
 """GroupRun: runs the members of one training group until enough of them can be trained on.
 
-Each member runs by itself. One that fails or grows too old starts again at once, unless the other
-members suffice (redundancy). The attempt of a member counts its own runs: so its seed does not
-depend on how long other members take.
+Each member runs independently. One that fails or grows too old starts again at once, unless the
+other members suffice (redundancy). The attempt of a member counts its own runs: so its seed does
+not depend on how long other members take.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class GroupRun:
 
         Args:
             backend: runs the episodes.
-            bounds: returns the policy versions of now.
+            bounds: returns the current policy versions.
             drop: called with members that have grown too old, before they run again.
             transcript: return one member as text; another one if that is not kept.
         """
@@ -159,14 +159,14 @@ class GroupRun:
         shown = any(result.transcript for result in self.kept) or any(
             task.transcript for task in self._running.values()
         )
-        told = transcript and not shown
+        wanted = transcript and not shown
         task = EpisodeTask(
             EpisodeKey(Stream.TRAIN, self.number, member),
             self.tag,
             self._attempts[member],
             engine_version,
-            transcript=told,
-            frames=told and self.plan.frames,
+            transcript=wanted,
+            frames=wanted and self.plan.frames,
         )
         self._attempts[member] += 1
         episode = asyncio.create_task(backend.run(task), name=f"group-{self.number}-{member}")
@@ -186,7 +186,7 @@ class GroupRun:
             self._aborted.discard(episode)
 
     def _take(self, result: EpisodeResult, finished: FinishedGroup, *, stopped: bool) -> None:
-        """Sort a finished episode. `stopped`: the group did not need it any more."""
+        """Sort a finished episode. `stopped`: the group no longer needed it."""
         member = result.key.member
         if result.trainable:
             self.kept.append(result)

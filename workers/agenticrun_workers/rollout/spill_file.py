@@ -50,7 +50,7 @@ class _Segment:
         self._file: tuple[int, weakref.finalize[..., _Segment]] | None = None
         self.end = 0
         self.users = 0
-        """Blocks, and reads and writes that are going on."""
+        """Number of blocks and of running reads and writes."""
 
     def close(self) -> None:
         with self._opening:
@@ -127,7 +127,7 @@ class SpillFile:
         """Return the bytes of a block that was not freed.
 
         Raises:
-            DamagedBlock: they are not those that were written.
+            DamagedBlock: the data read back differs from what was written.
             HungDisk: it takes too long.
         """
         data = await self._in_thread(
@@ -146,7 +146,7 @@ class SpillFile:
         """Read or write in a thread. The segment stays open until it ends."""
 
         def ended(thread: asyncio.Future[T]) -> None:
-            thread.exception()  # whoever waited may be cancelled
+            thread.exception()  # silences asyncio: the waiting task may have been cancelled
             segment.users -= 1
             self._close_unused(segment)
 

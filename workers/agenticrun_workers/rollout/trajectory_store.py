@@ -43,7 +43,7 @@ class StoreUse:
     spilled_bytes: int
     spilled_trajectories: int
     unspilled_trajectories: int
-    """Those that stayed in memory though it was full, because the disk did not take them."""
+    """Trajectories that stayed in full memory, because the disk did not take them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,10 +98,10 @@ class TrajectoryStore:
             await self._spill(trajectory.key for trajectory in reversed(received))
 
     async def refuse(self, worker: int, lost: Collection[EpisodeKey] = ()) -> None:
-        """Take nothing from an env worker any more.
+        """Take nothing more from an env worker.
 
-        One that was given up as frozen or out of reach may go on. Its trajectory must not replace
-        the one of which the driver has the rewards.
+        One that was given up as frozen or out of reach may still run. Its trajectory must not
+        replace the one whose rewards the driver has.
 
         Args:
             worker: its number.
@@ -169,7 +169,7 @@ class TrajectoryStore:
                 "(spec.roles.trainer.resources)"
             )
             return
-        if self._stored.get(key) is not stored:  # discarded or replaced meanwhile
+        if self._stored.get(key) is not stored:  # discarded or replaced while it was written
             self._spill_file.free(block)
             return
         stored.block, stored.trajectory = block, None

@@ -309,7 +309,7 @@ def _limit_met(limits: Limits, scratch: str, written: Mapping[int, bytearray]) -
 
 
 def _usage(scratch: str) -> tuple[int, int]:
-    """Return number and size in bytes of the files, some of which may vanish meanwhile."""
+    """Return number and size in bytes of the files. Some may vanish during the count."""
     count, size = 0, 0
     with os.scandir(scratch) as entries:
         for entry in entries:

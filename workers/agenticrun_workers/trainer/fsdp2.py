@@ -189,7 +189,7 @@ class ShardedModule(Generic[Module]):
         packed = packing and can_pack(module.decoder)
         if packing and not packed:
             log.warning(
-                "%s mixes packed sequences: training goes on with padding",
+                "%s mixes packed sequences: training continues with padding",
                 type(module.decoder).__name__,
             )
         self.batcher = MicroBatcher(self.ranks, self.device, max_tokens, packed=packed)

@@ -109,7 +109,7 @@ class StepCounts:
         return self.spec.rate(max(self.steps, self.spec.warmup_steps), self._decay)
 
     def stretch(self, steps_left: int) -> None:
-        """Plan the rest of the schedule again: the rate goes on from here and reaches zero then.
+        """Plan the rest of the schedule again: the rate falls from here to zero in that many steps.
 
         Args:
             steps_left: number of steps until the rate is zero; without any nothing changes.

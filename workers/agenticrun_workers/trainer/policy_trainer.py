@@ -212,7 +212,7 @@ class PolicyTrainer:
         """Forget the optimizer's state: it is about the cross-entropy of other texts.
 
         AdamW's second moments would shrink or enlarge the first RL steps, its first moments would
-        go on with the warm-up.
+        continue the warm-up.
         """
         self.strategy.reset_optimizer()
 

@@ -194,7 +194,7 @@ def attention(
     """
     if rows is None:
         raise UnsupportedModel(
-            f"{type(module).__name__} is not told by its model how sequences are cut"
+            f"{type(module).__name__} does not learn from its model how sequences are cut"
         )
     size = dist.get_world_size(rows.group)
     heads, few = query.shape[1], key.shape[1]

@@ -44,7 +44,7 @@ class BroadcastSync:
     ) -> dict[str, BaseException]:
         """Load the trainers' current weights into all engines.
 
-        When an engine dies meanwhile, the others get the weights in another attempt.
+        When an engine dies during it, the others get the weights in another attempt.
 
         Returns:
             The engines that did not load them, and why.

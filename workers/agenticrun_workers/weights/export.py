@@ -62,7 +62,7 @@ class BucketWriter:
         """Checksums of the last export, by bucket."""
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[WrittenBucket]:
-        """Write one export, bucket by bucket. No process may read the files meanwhile.
+        """Write one export, bucket by bucket. No process may read the files until it ends.
 
         Raises:
             ValueError: the export has other parameters than the buckets.
@@ -146,7 +146,7 @@ class _Overwrite:
 def _bytes_of(expected: TensorSpec, exported: tuple[str, Tensor] | None) -> NDArray[np.uint8]:
     """Return the bytes of an exported parameter, which must be the one of the layout."""
     if exported is None:
-        raise ValueError(f"the trainer does not export {expected.name} any more")
+        raise ValueError(f"the trainer no longer exports {expected.name}")
     name, tensor = exported
     found = TensorSpec(name, DTYPES[tensor.dtype], tuple(tensor.shape))
     if found != expected:

@@ -1,7 +1,7 @@
 """When a receiver begins to load: as late as it can without ending later.
 
-An engine samples nothing while it loads, so it should not wait for files meanwhile. How long it can
-sample on is known from its last sync: files will probably arrive and load as they did then.
+An engine samples nothing while it loads, so it should not wait for files then. How long it can
+keep sampling is known from its last sync: files will probably arrive and load as they did then.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class AdapterNode(NodeWeights):
     def merge(self, checksums: list[int]) -> Iterator[WeightFile]:
         """Overwrite the whole weights with those of the current adapters, file by file.
 
-        No process may read them meanwhile, and calls must not overlap.
+        No process may read them during the call, and calls must not overlap.
 
         Args:
             checksums: of all buckets, as the trainers wrote them.

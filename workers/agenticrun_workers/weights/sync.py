@@ -476,7 +476,7 @@ class FileSync:
     ) -> float:
         """Update one receiver. Returns the seconds for which it did not serve.
 
-        It goes on with its old weights at least until the first file is there.
+        It keeps sampling with its old weights at least until the first file is there.
         """
         timed = LoadTimes(await self._starts.wait(name, files))
         loading: list[asyncio.Task[None]] = []

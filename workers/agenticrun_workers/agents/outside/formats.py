@@ -1,7 +1,7 @@
 """Formats that a request demands of its answer: JSON, a JSON schema, a tool call.
 
 A format reads a text from its start. It says how much of it a valid answer can begin with, and
-which text would go on from there. `session` samples with that; the engines know of no format.
+which text would follow. `session` samples with that; the engines do not know formats.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agenticrun_workers.agents.outside.messages import refused
 
 SPACE = " \t\n\r"
 MAX_SPACES = 40
-"""Most spaces and line breaks between two parts of a value: a weak policy would go on forever."""
+"""Most spaces and line breaks between two parts of a value: a weak policy would never stop."""
 HEX = "0123456789abcdefABCDEF"
 MAX_DEPTH = 48
 """Limit of nested values in an answer, and of references that lead to references."""
@@ -50,16 +50,16 @@ Schema = Any
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The part of a text that keeps to a format, and how it may go on."""
+    """The part of a text that keeps to a format, and how it may continue."""
 
     fits: int
     """Number of leading characters that a valid answer can begin with."""
     complete: bool
     """True if these characters are a whole answer."""
     next: str
-    """Text that goes on from there towards a whole answer."""
+    """Text that continues from there towards a whole answer."""
     fixed: bool
-    """True if every valid answer goes on with `next`, except for its spaces."""
+    """True if every valid answer continues with `next`, except for its spaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ CALL_OPENING = '<tool_call>\n{"name": '
 
 
 class _Stop(Exception):
-    """The text cannot go on as it does, or it is over."""
+    """The text cannot continue this way, or it is complete."""
 
     def __init__(self, at: int, next: str, *, fixed: bool = False) -> None:
         super().__init__(at)

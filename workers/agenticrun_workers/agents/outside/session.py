@@ -223,8 +223,8 @@ MAX_DRAFTS = 16
 
 
 FIRST_CHUNK = 32
-"""Tokens of the draw after a draft. A draw that fits goes on with twice as many: the policy may
-leave the format again, and what it samples after that is lost."""
+"""Tokens of the draw after a draft. The number doubles after a draw that fits the format. It starts
+small because all tokens after one that leaves the format are lost."""
 
 
 @dataclass(frozen=True, slots=True)

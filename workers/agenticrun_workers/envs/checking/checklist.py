@@ -72,8 +72,8 @@ async def other_process(subject: Subject) -> Finding:
 async def plays(subject: Subject) -> Finding:
     played = await episodes(subject)
     over = sum(map(_is_over, played))
-    told = any(each[0][2].strip() for each in played)
-    if not told:
+    described = any(each[0][2].strip() for each in played)
+    if not described:
         return warning(
             "there is no instruction",
             "say in `instruction` what the task is and how to answer, or in the agent's "
@@ -205,7 +205,7 @@ async def splits(subject: Subject) -> Finding:
 
 
 async def odd_answers(subject: Subject) -> Finding:
-    told = False
+    noticed = False
     for answer in ODD_ANSWERS:
         env = subject.make()
         await subject.calls.reset(
@@ -218,8 +218,8 @@ async def odd_answers(subject: Subject) -> Finding:
                 f"the answer {answer[:20]!r}: {fault}",
                 "an invalid answer is a normal step with the metric action_is_valid: 0",
             )
-        told |= result.metrics.get("action_is_valid", 1.0) == 0
-    if not told:
+        noticed |= result.metrics.get("action_is_valid", 1.0) == 0
+    if not noticed:
         return warning(
             "no odd answer has the metric action_is_valid: 0",
             "report it, so that formatPenalty and the metrics know invalid answers",
@@ -320,16 +320,16 @@ async def speed(subject: Subject) -> Finding:
         resets.append(seconds[0])
         steps += seconds[1:]
     reset, step = float(np.median(resets)), float(np.median(steps or [0.0]))
-    told = f"{1 / max(reset, 1e-9):,.0f} resets and {1 / max(step, 1e-9):,.0f} steps per second"
+    speed = f"{1 / max(reset, 1e-9):,.0f} resets and {1 / max(step, 1e-9):,.0f} steps per second"
     on_loop = not getattr(env, "blocking", True)
     if on_loop and max(reset, step) > SLOW_CALL:
         return warning(
-            f"{told}, on the event loop",
+            f"{speed}, on the event loop",
             "all other episodes wait meanwhile: leave out blocking = False, or make it faster",
         )
     if not on_loop and max(reset, step) < QUICK_CALL and not inspect.iscoroutinefunction(env.step):
-        return ok(f"{told}; blocking = False would save a thread's hop per call")
-    return ok(told)
+        return ok(f"{speed}; blocking = False would save a thread's hop per call")
+    return ok(speed)
 
 
 def _is_over(played: list[Event]) -> bool:

@@ -100,7 +100,7 @@ async def episodes(subject: Subject, split: Stream = Stream.TRAIN) -> list[list[
 def episodes_of_another_process(subject: Subject) -> list[list[Event]]:
     """Play the same episodes in a process with other string hashes.
 
-    Raises `EnvFault`, also if that process dies or hangs.
+    Raises `EnvFault`, also when that process dies or hangs.
     """
     asked = {
         "path": sys.path,

@@ -1,6 +1,6 @@
 r"""Math problems of a data set in the style of GSM8K and MATH: columns `question` and `answer`.
 
-`math` is a conversation: the policy answers, is told whether that was right, and may try again for
+`math` is a conversation: the policy answers, reads if that was right, and may try again for
 as many turns as `maxSteps` says. `math_single_step` is the stateless environment of AReaL's guide,
 for agents with queues: it says of each answer whether it is right. The solution's answer is what
 follows its last ####, or stands in its last \boxed{}, or all of it.
@@ -69,7 +69,7 @@ class MathEnv(_Problem):
     Args:
         right_reward, wrong_reward: of an answer.
         turn_discount: the k-th answer's right_reward is multiplied by turn_discount^(k - 1).
-        right_feedback, wrong_feedback: what the policy is told.
+        right_feedback, wrong_feedback: the observation after a right or wrong answer.
         others: see `_Problem`.
     """
 

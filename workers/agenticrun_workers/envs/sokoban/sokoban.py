@@ -236,7 +236,7 @@ class Sokoban:
         return True
 
     def _solved_rooms(self, seed: int, split: Stream) -> Iterator[Room]:
-        """Random rooms of the split. Raises `NoLevel` instead of going on forever."""
+        """Random rooms of the split. Raises `NoLevel` instead of searching forever."""
         rng = random.Random(seed)
         wants_holdout = split == Stream.VALIDATION
         for _ in range(MAX_DRAWS):

@@ -377,7 +377,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             if flight.abandoned:
                 flight.caller.uncancel()
                 return FinishReason.ABORT
-            # By itself the server would notice the closed connection only after seconds.
+            # Without this, the server would notice the closed connection only after seconds.
             self._background.add(task := asyncio.create_task(self._server.abort(flight.rid)))
             task.add_done_callback(self._background.discard)
             raise
