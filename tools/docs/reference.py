@@ -10,8 +10,9 @@ the apiserver does not enforce.
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from agenticrun_api import names
@@ -23,13 +24,15 @@ Schema = dict[str, Any]
 _BOUNDS = (
     ("minimum", "≥ {}"),
     ("maximum", "≤ {}"),
-    ("minItems", "at least {} items"),
-    ("maxItems", "at most {} items"),
-    ("maxProperties", "at most {} keys"),
+    ("minItems", "≥ {} items"),
+    ("maxItems", "≤ {} items"),
+    ("maxProperties", "≤ {} keys"),
     ("minLength", "not empty"),
-    ("maxLength", "at most {} characters"),
+    ("maxLength", "≤ {} characters"),
     ("pattern", "`{}`"),
 )
+
+_RULES = "x-kubernetes-validations"
 
 _OTHER_DEFAULTS = "other defaults"
 """Key of the defaults that other roles have, in the schema that stands for all roles."""
@@ -49,10 +52,12 @@ case (`grpo`, `bfloat16`).
 def reference() -> str:
     """The whole page."""
     schema = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    parts = [_INTRODUCTION]
+    parts, shown = [_INTRODUCTION], dict[str, str]()
     for part in ("spec", "status"):
         for path, node in _mappings(part, schema["properties"][part]):
-            parts.append(_section(path, node))
+            fields = json.dumps([node.get(key) for key in ("properties", "required", _RULES)])
+            parts.append(_section(path, node, shown.get(fields)))
+            shown.setdefault(fields, path)
     parts += [_columns(), _vocabulary()]
     return "\n".join(parts)
 
@@ -89,12 +94,16 @@ def _any_role(roles: dict[str, Schema]) -> Schema:
     return common | {"description": "Pods of one role.", "properties": fields}
 
 
-def _section(path: str, node: Schema) -> str:
+def _section(path: str, node: Schema, same: str | None) -> str:
+    """One mapping. `same`: an earlier mapping with the same fields, which are not listed again."""
     lines = [f"## `{path}`", ""]
     if description := node.get("description"):
         lines += [description, ""]
     if path.endswith(".podTemplate.spec"):
         lines += ["Only fields with rules are listed; every field of a pod is accepted.", ""]
+    if same:
+        anchor = re.sub(r"[^a-z0-9_-]", "", same.lower())
+        return "\n".join([*lines, f"The fields are those of [`{same}`](#{anchor}).", ""])
     required = set(node.get("required", ()))
     lines += ["| field | type | default | constraints | meaning |", "|---|---|---|---|---|"]
     for name, child in node["properties"].items():
@@ -106,10 +115,19 @@ def _section(path: str, node: Schema) -> str:
             _meaning(child),
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    rules = node.get("x-kubernetes-validations", ())
-    if rules:
-        lines += ["", "Rules:", "", *(f"- {rule['message']}" for rule in rules)]
+    if rules := node.get(_RULES, ()):
+        lines += ["", "Rules:", "", *_joined(rule["message"] for rule in rules)]
     return "\n".join([*lines, ""])
+
+
+def _joined(messages: Iterable[str]) -> Iterator[str]:
+    """List items: messages that differ only in their first word, the field, become one."""
+    fields: dict[str, list[str]] = {}
+    for message in messages:
+        field, _, rest = message.partition(" ")
+        fields.setdefault(rest, []).append(field)
+    for rest, names_ in fields.items():
+        yield f"- {', '.join(names_)}{':' if len(names_) > 1 else ''} {rest}"
 
 
 def _type(node: Schema) -> str:
