@@ -181,8 +181,8 @@ class SlowEngines:
         record.ejections += 1
         return (
             f"{engine_id} samples {speed.request:.3g} tokens/s for each request, and others "
-            f"{others.request:.3g}: its {stats.running + stats.waiting} requests continue elsewhere, "
-            f"and it gets no others for {record.polls_left * POLL_SECONDS:.0f} s"
+            f"{others.request:.3g}: its {stats.running + stats.waiting} requests continue "
+            f"elsewhere, and it gets no others for {record.polls_left * POLL_SECONDS:.0f} s"
         )
 
     def _speed_of_others(self, engine_id: str) -> Speed | None:
