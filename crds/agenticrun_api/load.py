@@ -17,6 +17,7 @@ from agenticrun_api.names import ANNOTATION_VERSION, KIND, submission_id
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.status import AgenticRunStatus
 from agenticrun_api.version import __version__
+from agenticrun_api.yaml_reader import EqualKeys, read_yaml_documents
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -37,12 +38,14 @@ def load_run(path: Path) -> AgenticRun:
 def read_run(path: Path) -> dict[str, Any]:
     """Return the only AgenticRun document in a YAML file, not validated. Raises `InvalidRun`."""
     try:
-        documents = [doc for doc in yaml.safe_load_all(path.read_text()) if isinstance(doc, dict)]
+        found = read_yaml_documents(path.read_text(encoding="utf-8"))
+    except EqualKeys as error:
+        raise InvalidRun([f"{path}: {error}"]) from error
     except yaml.YAMLError as error:
         raise InvalidRun([f"{path}: not YAML: {error}"]) from error
     except UnicodeDecodeError as error:
         raise InvalidRun([f"{path}: not UTF-8 text, write it as such: {error}"]) from error
-    runs = [doc for doc in documents if doc.get("kind") == KIND]
+    runs = [doc for doc in found if isinstance(doc, dict) and doc.get("kind") == KIND]
     if len(runs) != 1:
         raise InvalidRun([f"{path}: expected one document of kind {KIND}, found {len(runs)}"])
     document: dict[str, Any] = runs[0]

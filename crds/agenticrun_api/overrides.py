@@ -18,10 +18,9 @@ import yaml
 from agenticrun_api.base import camel
 from agenticrun_api.load import InvalidRun, parse_run, read_run
 from agenticrun_api.run import AgenticRun
+from agenticrun_api.yaml_reader import EqualKeys, read_yaml
 
 _SEGMENT = re.compile(r"([^.\[\]]+)((?:\[\d+\])*)")
-_SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-"""YAML 1.1 reads 1e-3, which has no dot, as a string."""
 
 Key = str | int
 
@@ -73,7 +72,9 @@ def _apply(document: dict[str, Any], change: str) -> None:
                 f"{_shown(keys[: place + 1])}: is {node!r}, which has no {keys[place + 1]!r}"
             )
     try:
-        parsed = _value(value)
+        parsed = read_yaml(value)
+    except EqualKeys as error:
+        raise ValueError(f"{_shown(keys)}: {value!r} sets {error.key} twice") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{_shown(keys)}: {value!r} is not YAML: {error}") from error
     node[_key_in(node, keys, len(keys) - 1)] = parsed
@@ -116,11 +117,6 @@ def _keys(path: str) -> list[Key]:
         keys.append(match[1])
         keys += [int(index) for index in re.findall(r"\d+", match[2])]
     return keys if keys[0] in ("spec", "metadata") else ["spec", *keys]
-
-
-def _value(text: str) -> Any:
-    value = yaml.safe_load(text)
-    return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
 
 
 def _shown(keys: list[Key]) -> str:

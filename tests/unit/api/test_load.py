@@ -192,6 +192,58 @@ def test_a_file_without_one_run_says_so(tmp_path: Path, text: str, message: str)
     assert message in str(caught.value)
 
 
+EQUAL_KEYS = [
+    ("spec:\n  pipeline:\n    seed: 1\n    maxSteps: 2\n    seed: 2\n", "seed", 4, 6),
+    ("spec: {pipeline: {seed: 1, maxSteps: 2, seed: 1}}\n", "seed", 2, 2),
+    ("spec: {}\nmetadata: {name: a}\nspec: {}\n", "spec", 2, 4),
+    ("spec:\n  pipeline:\n    envs:\n    - tag: A\n      'tag': B\n", "tag", 5, 6),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "first", "second"), EQUAL_KEYS)
+def test_equal_keys_are_refused_with_the_lines_of_both(
+    tmp_path: Path, text: str, key: str, first: int, second: int
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"kind: AgenticRun\n{text}")
+    with pytest.raises(InvalidRun) as caught:
+        read_run(file)
+    message = f"line {second}: {key} is set twice (line {first}): remove one of the two"
+    assert str(caught.value) == f"{file}: {message}"
+
+
+def test_a_key_may_replace_one_of_a_merged_mapping(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "kind: AgenticRun\na: &a {seed: 1, steps: 2}\nb: &b {<<: *a, seed: 3}\nc: {<<: *b, seed: 4}"
+    )
+    document = read_run(file)
+    assert document["b"] == {"seed": 3, "steps": 2}
+    assert document["c"] == {"seed": 4, "steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e9", 1e9),
+        ("1E1", 10.0),
+        ("-1e-3", -0.001),
+        ("1.5e6", 1.5e6),
+        (".5e+1", 5.0),
+        ("'1e9'", "1e9"),
+        ("1e", "1e"),
+        ("e1", "e1"),
+        ("1e9Gi", "1e9Gi"),
+    ],
+)
+def test_scientific_notation_is_a_number_as_kubectl_reads_it(
+    tmp_path: Path, text: str, value: object
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"kind: AgenticRun\nx: {text}\n")
+    assert read_run(file)["x"] == value
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_is_valid(example: Path) -> None:
     load_run(example)

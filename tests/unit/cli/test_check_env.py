@@ -108,6 +108,7 @@ def test_environments_of_a_run_are_checked_with_their_config_and_items() -> None
         ((), 2, "name an environment"),
         (("own_env:Own", "-f", "run.yaml"), 2, "name an environment"),
         (("own_env:Own", "-c", "word"), 2, "KEY=VALUE"),
+        (("own_env:Own", "-c", "word={a: 1, a: 2}"), 2, "a is set"),
         (("own_env:Other",), ExitCode.INVALID_CONFIG, "own_env has no Other"),
         (("own_env:Own", "-c", "wort=3"), ExitCode.INVALID_CONFIG, "has no config key 'wort'"),
         (("nowhere",), ExitCode.INVALID_CONFIG, "no env is called 'nowhere'"),

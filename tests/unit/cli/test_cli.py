@@ -51,6 +51,13 @@ def test_a_good_run_is_valid(tmp_path: Path) -> None:
     assert validate(tmp_path, GOOD) == (0, f"{tmp_path / 'run.yaml'}: AgenticRun lake is valid\n")
 
 
+def test_equal_keys_are_refused_as_kubectl_refuses_them(tmp_path: Path) -> None:
+    text = GOOD.replace("maxSteps: 10", "maxSteps: 10\n    seed: 1\n    maxSteps: 11")
+    code, output = validate(tmp_path, text)
+    assert code == ExitCode.INVALID_CONFIG
+    assert "line 10: maxSteps is set twice (line 8)" in output
+
+
 def test_all_errors_are_told_with_their_fields(tmp_path: Path) -> None:
     code, output = validate(tmp_path, GOOD.replace("maxSteps: 10", "maxSteps: 0\n    colour: red"))
     assert code == ExitCode.INVALID_CONFIG

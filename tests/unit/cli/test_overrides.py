@@ -88,6 +88,7 @@ def test_the_name_can_be_set() -> None:
         ),
         ("pipeline.trainEnvs[0]=1", "spec.pipeline.trainEnvs: is not a list, so it has no entry 0"),
         ("pipeline.maxSteps.x=1", "spec.pipeline.maxSteps: is 2, which has no 'x'"),
+        ("pipeline.eval={a: 1, a: 2}", "spec.pipeline.eval: '{a: 1, a: 2}' sets a twice"),
         ("pipeline.seed=[1", "spec.pipeline.seed: '[1' is not YAML"),
         ("pipeline..seed=1", "pipeline..seed: is not a path"),
         ("=1", ": is not a path"),

@@ -161,6 +161,24 @@ def test_a_folder_without_the_run_cannot_be_resumed(ended: Path) -> None:
     assert f"agenticrun run -f FILE -o {ended}" in said
 
 
+def test_a_run_file_with_equal_keys_is_not_resumed_and_not_shown(tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path / "out", finished=False)
+    file = folder / "run.yaml"
+    file.write_text(f"{file.read_text()}kind: AgenticRun\n")
+    first, *_, last = (
+        number
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if line.startswith("kind:")
+    )
+    message = f"line {last}: kind is set twice (line {first})"
+    code, said = cli("resume", folder)
+    assert code == ExitCode.INVALID_CONFIG
+    assert f"{file}: {message}" in said
+    code, shown = cli("watch", folder, "--once")
+    assert code == 0
+    assert message in shown
+
+
 def test_a_path_that_is_not_there_is_not_looked_for_on_a_cluster(tmp_path: Path) -> None:
     code, said = cli("watch", tmp_path / "runs" / "nothing")
     assert code == ExitCode.INVALID_CONFIG

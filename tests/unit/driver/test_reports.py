@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from agenticrun_api import InvalidRun, Outcome, Reason
 from agenticrun_api.names import ExitCode
+from agenticrun_workers.driver import __main__ as cluster_driver
 from agenticrun_workers.driver.attempt import exit_code, report_of
 from agenticrun_workers.driver.progress import StopRequested
 from agenticrun_workers.errors import InvalidConfig
@@ -32,6 +35,18 @@ def test_a_config_error_is_not_tried_again_and_names_the_field() -> None:
 
 def test_a_run_that_does_not_parse_is_a_config_error() -> None:
     assert report_of(InvalidRun(["spec.model: missing"]), step=0).message == "spec.model: missing"
+
+
+def test_a_mounted_run_with_equal_keys_ends_the_driver_before_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("kind: AgenticRun\nspec: {}\nspec: {}\n")
+    monkeypatch.setattr(cluster_driver, "RUN_FILE", str(file))
+    with pytest.raises(SystemExit) as ended:
+        cluster_driver.main()
+    assert ended.value.code == ExitCode.INVALID_CONFIG
+    assert f"{file}: line 3: spec is set twice (line 2)" in caplog.text
 
 
 def test_a_stop_is_no_failure() -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agenticrun_api.yaml_reader import read_yaml
 from agenticrun_workers.cli.common import Changes, Seeds, StepTimeout, give_up, load, look_in
 from agenticrun_workers.findings import Report
 
@@ -57,8 +59,6 @@ def check_env(
     if (env is None) == (file is None):
         raise typer.BadParameter("name an environment, or a run with --file")
     look_in(file.parent if file else Path())
-    import yaml
-
     from agenticrun_workers.envs.checking import check_env as checked
     from agenticrun_workers.plugins import PluginError
 
@@ -72,7 +72,10 @@ def check_env(
         key, equals, value = pair.partition("=")
         if not equals:
             raise typer.BadParameter(f"--config takes KEY=VALUE, not {pair!r}")
-        chosen[key] = yaml.safe_load(value)
+        try:
+            chosen[key] = read_yaml(value)
+        except yaml.YAMLError as error:
+            raise typer.BadParameter(f"--config {key}: {value!r} is not YAML: {error}") from error
     try:
         report = checked(name, chosen, seeds=seeds, items=items, turns=turns, timeout=timeout)
     except PluginError as error:

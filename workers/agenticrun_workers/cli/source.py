@@ -39,7 +39,7 @@ from agenticrun_api import (
     parse_run,
 )
 from agenticrun_api.base import clean_text
-from agenticrun_api.load import parse_served, repair_status
+from agenticrun_api.load import parse_served, read_run, repair_status
 from agenticrun_api.names import (
     GROUP,
     LABEL_ROLE,
@@ -222,6 +222,17 @@ def open_run(run: str, namespace: str | None, context: str | None) -> RunSource:
     return ClusterSource(Kubectl(namespace, context), run)
 
 
+def _why_unread(file: Path) -> str:
+    """Return why `RunFolder.config` is None."""
+    if not file.is_file():
+        return "the run was made by an older version"
+    try:
+        read_run(file)
+    except (InvalidRun, OSError) as error:
+        return str(error).removeprefix(f"{file}: ")
+    return "it was written while it was read"
+
+
 @dataclass(frozen=True)
 class FolderSource:
     """A run on this machine."""
@@ -267,7 +278,7 @@ class FolderSource:
             remaining=remaining_seconds(progress) if progress and alive else None,
             newest=progress.metrics if progress else {},
             facts=[("checkpoint", _from_here(checkpoint) if checkpoint else "none yet")],
-            missing=[] if config else ["run.yaml: the run was made by an older version"],
+            missing=[] if config else ["run.yaml: " + _why_unread(folder.path / "run.yaml")],
         )
 
     def logs(self, role: str, *, lines: int, follow: bool) -> None:
@@ -312,8 +323,9 @@ class FolderSource:
         """See `RunSource`: train in this process, which ends with the run."""
         from agenticrun_workers.cli.run import train
 
-        path, config, attempts = self.folder.path, self.folder.config(), self.folder.attempts()
-        if config is None:
+        path, attempts = self.folder.path, self.folder.attempts()
+        file = path / "run.yaml"
+        if not file.is_file():
             raise SourceError(
                 f"{path} has no run.yaml: `agenticrun run -f FILE -o {path}` goes on as well"
             )
@@ -321,14 +333,14 @@ class FolderSource:
         if progress and progress.final and progress.final.outcome is Outcome.SUCCEEDED:
             raise SourceError(
                 f"{path}: {progress.final.message}. For more steps: "
-                f"agenticrun run -f {path / 'run.yaml'} -o {path} --set pipeline.maxSteps=..."
+                f"agenticrun run -f {file} -o {path} --set pipeline.maxSteps=..."
             )
         try:
-            run = parse_run(config, local=True)
+            run = parse_run(read_run(file), local=True)
         except InvalidRun as error:
-            raise SourceError(f"{path / 'run.yaml'}: {error}") from error
+            raise SourceError(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
         code = Path(attempts[-1].get("code", path)) if attempts else path
-        train(run, path, code, path / "run.yaml")
+        train(run, path, code, file)
 
     trace_poll_seconds: ClassVar[float] = 0.3
 

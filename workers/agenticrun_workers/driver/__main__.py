@@ -30,7 +30,9 @@ from agenticrun_api.names import (
     REPORTER_PORT,
     REPORTER_TOKEN_FILE,
     RUN_FILE,
+    ExitCode,
 )
+from agenticrun_api.yaml_reader import read_yaml
 from agenticrun_workers.driver.attempt import AttemptRunner, exit_code, fail_early
 from agenticrun_workers.driver.checkpoints import cluster_folders
 from agenticrun_workers.driver.output import copied_output
@@ -53,7 +55,12 @@ def main() -> None:
         stream=sys.stdout,
         format=LOG_FORMAT,
     )
-    report = asyncio.run(_attempt(yaml.safe_load(Path(RUN_FILE).read_text())))
+    try:
+        document = read_yaml(Path(RUN_FILE).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:  # without the run's uid, the reporter accepts no report
+        log.error("%s: %s", RUN_FILE, error)
+        sys.exit(ExitCode.INVALID_CONFIG)
+    report = asyncio.run(_attempt(document))
     log.info("%s (%s): %s", report.outcome, report.reason, report.message)
     sys.exit(exit_code(report))
 

@@ -42,6 +42,7 @@ from typing_extensions import override
 from agenticrun_api import AgenticRun, Progress, Role
 from agenticrun_api.base import clean_text
 from agenticrun_api.version import __version__
+from agenticrun_api.yaml_reader import read_yaml
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 
 log = logging.getLogger(__name__)
@@ -90,9 +91,9 @@ class RunFolder:
         return any((self.path / name).is_file() for name in names)
 
     def config(self) -> dict[str, Any] | None:
-        """Return the run as it was run."""
+        """Return the run as it was run; None if run.yaml is missing or not readable."""
         with suppress(OSError, yaml.YAMLError):
-            document = yaml.safe_load((self.path / "run.yaml").read_text())
+            document = read_yaml((self.path / "run.yaml").read_text(encoding="utf-8"))
             return document if isinstance(document, dict) else None
         return None
 
@@ -229,7 +230,7 @@ def record_attempt(folder: Path, run: AgenticRun, attempt: int, code: Path | Non
     try:
         folder.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(without_secrets(run.document()), sort_keys=False, allow_unicode=True)
-        (folder / "run.yaml").write_text(text)
+        (folder / "run.yaml").write_text(text, encoding="utf-8")
         record = {
             "attempt": attempt,
             "time": rfc3339(time.time()),
