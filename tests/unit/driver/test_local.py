@@ -87,6 +87,26 @@ def test_a_run_that_needs_processes_is_refused_with_its_field(
     assert not output.exists()
 
 
+@pytest.mark.parametrize("role", ["trainer", "inference", "env"])
+def test_gpus_that_torch_does_not_see_are_refused_in_one_process_too(
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    document = tiny_document()
+    document["spec"]["roles"] = {role: {"gpus": 1}}
+    file, output = tmp_path / "run.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump(document))
+    command = ["run", "-f", str(file), "-o", str(output), "--in-process"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == ExitCode.INVALID_CONFIG
+    assert result.output.startswith(
+        f"spec.roles.{role}.gpus: the run asks for 1 GPUs ({role} 1), and torch sees 0: "
+    )
+    assert not output.exists()
+
+
 @pytest.mark.parametrize("options", [[], ["--in-process"]])
 def test_a_suspended_run_is_refused(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

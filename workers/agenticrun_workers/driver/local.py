@@ -101,8 +101,12 @@ def run_locally(
             "spec.suspend",
             "a suspended run does not train: leave spec.suspend out, or add --set suspend=false",
         )
+    pods = {*run.spec.roles.workers, run.spec.engine_role}
     if in_process:
+        from agenticrun_workers.models.devices import visible_gpus
+
         check_in_process(run)
+        check_gpus(run, pods, visible_gpus(), "torch sees")
         run = with_patience(run)
     refuse_if_in_use(output)
     output.mkdir(parents=True, exist_ok=True)
@@ -116,7 +120,7 @@ def run_locally(
     actors = threads_of_this_process(logs) if in_process else embedded_ray(run, logs)
     with _log_file(output / "run.log"), actors as launcher:
         if not in_process:
-            check_gpus(run, {*run.spec.roles.workers, run.spec.engine_role}, gpus_here())
+            check_gpus(run, pods, gpus_here())
         with display:
             return asyncio.run(_train(run, output, display, launcher, code))
 
@@ -126,12 +130,17 @@ def gpus_here() -> int:
     return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
 
 
-def check_gpus(run: AgenticRun, pods: Collection[Role], available: int) -> None:
-    """Raise `InvalidConfig` if pods ask for more GPUs than there are: Ray would wait.
+def check_gpus(
+    run: AgenticRun, pods: Collection[Role], available: int, found_by: str = "this machine has"
+) -> None:
+    """Raise `InvalidConfig` if pods ask for more GPUs than there are.
+
+    Ray would wait for them, and a process without them would train on its CPUs.
 
     Args:
         pods: roles of the pods that are needed.
         available: number of GPUs of this machine.
+        found_by: subject and verb of the sentence that ends with this number.
     """
     roles = run.spec.roles
     asked = {role.value: roles.total_gpus(role) for role in sorted(pods) if roles.total_gpus(role)}
@@ -141,7 +150,7 @@ def check_gpus(run: AgenticRun, pods: Collection[Role], available: int) -> None:
     raise InvalidConfig(
         f"spec.roles.{next(iter(asked))}.gpus",
         f"the run asks for {sum(asked.values())} GPUs "
-        f"({', '.join(f'{role} {gpus}' for role, gpus in asked.items())}), and this machine has "
+        f"({', '.join(f'{role} {gpus}' for role, gpus in asked.items())}), and {found_by} "
         f"{available}: use a cluster or machine that has them, or take CPUs for a small model "
         f"with {on_cpus}",
     )

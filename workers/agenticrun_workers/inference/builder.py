@@ -38,6 +38,7 @@ def build_engine(
 
     Raises:
         InvalidConfig: an option that the engine does not have, or that another field decides.
+        MissingGpus: torch does not see the GPUs of an engine in this process.
         UnusableModel: a file of the model is missing or damaged.
     """
     spec = pipeline.actor_infer.strategy
@@ -50,6 +51,9 @@ def build_engine(
         with quick_imports():
             import torch
 
+            from agenticrun_workers.models.devices import require_gpus
+
+        require_gpus(gpus)
         torch.set_num_threads(threads)
         return transformers_engine(pipeline, source, folder)
     found = local_folder(folder)

@@ -8,12 +8,61 @@ from typing import Any
 
 import torch
 
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.tracing import recording, span
+
+
+class MissingGpus(Exception):
+    """GPUs are reserved for this process, and torch does not see them. Another node may have them.
+
+    Without this error the process would compute on its CPUs, many times slower.
+    """
+
+
+def visible_gpus() -> int:
+    """Return the number of GPUs that torch sees in this process."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def require_gpus(reserved: int) -> None:
+    """Check that torch sees the GPUs that are reserved for this process.
+
+    Raises:
+        InvalidConfig: this torch is built for CPUs.
+        MissingGpus: the driver or the libraries of this node hide them.
+    """
+    visible = visible_gpus()
+    if visible >= reserved:
+        return
+    problem = (
+        f"this process has {reserved} GPU{'s' * (reserved > 1)} reserved, and torch sees "
+        f"{visible or 'none'}"
+    )
+    without = "or set gpus of the role to 0 for a small model"
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise InvalidConfig(
+            "spec.image",
+            f"{problem}, because it is built for CPUs: take an image with a torch for GPUs, "
+            f"{without}",
+        )
+    raise MissingGpus(
+        f"{problem} ({_cuda_error()}): check the driver of the node, CUDA_VISIBLE_DEVICES and "
+        f"LD_LIBRARY_PATH, {without}"
+    )
+
+
+def _cuda_error() -> str:
+    """Return the first line of the reason for which torch sees no GPU."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except Exception as error:  # of any type
+        return str(error).strip().split("\n")[0].rstrip(".")
+    return "it sees fewer"
 
 
 def compute_device() -> torch.device:
     """Return this process's GPU, which `claim_device` chose, else the CPU."""
-    if torch.cuda.is_available():
+    if visible_gpus():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -23,8 +72,8 @@ def claim_device(rank: int) -> torch.device:
 
     Ranks that see the same GPUs take them in turn. Under Ray, each rank sees only its own.
     """
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if gpus := visible_gpus():
+        torch.cuda.set_device(rank % gpus)
     return compute_device()
 
 

@@ -117,11 +117,17 @@ class RankActor(Traced):
         raise NotImplementedError
 
     def _join(self, rendezvous: tuple[str, int], threads: int) -> None:
-        """Form the process group with the other ranks and set the number of torch threads."""
+        """Form the process group with the other ranks and set the number of torch threads.
+
+        Raises:
+            InvalidConfig, MissingGpus: torch does not see the GPUs of this rank.
+        """
         import torch
 
+        from agenticrun_workers.models.devices import require_gpus
         from agenticrun_workers.trainer.ranks import join_ranks
 
+        require_gpus(len(current_node().gpus))
         torch.set_num_threads(threads)
         if self._pipeline.deterministic:
             torch.use_deterministic_algorithms(True)
