@@ -86,6 +86,9 @@ ENV_POD_IP = "AGENTICRUN_POD_IP"
 """uid and IP of the head pod, for the reporter's answer to a challenge."""
 ENV_REPLICAS = "AGENTICRUN_REPLICAS"
 """Replicas of roles that may have changed since the run was mounted, as JSON: {"env": 2}."""
+ENV_SIMULATED_GPUS = "AGENTICRUN_SIMULATED_GPUS"
+"""Set in containers that got simulated GPUs, by the device plugin of the development cluster: their
+processes compute on CPUs."""
 RAY_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "MALLOC_ARENA_MAX": "2"}
 """Variables of a run's processes, unless the user sets them. glibc would give threads arenas
 of their own, up to 8 per core, and what is free in one is of no use to the others: processes that

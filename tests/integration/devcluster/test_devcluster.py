@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from agenticrun_api.names import ENV_SIMULATED_GPUS
 from devcluster.settings import Settings
 from testcluster import Cluster, CommandFailed
 from waiting import eventually
@@ -256,6 +257,7 @@ class TestPods:
         ids = in_client(kubectl, "printenv", "CUDA_VISIBLE_DEVICES").split(",")
         assert len(set(ids)) == 2
         assert in_client(kubectl, "printenv", "NVIDIA_VISIBLE_DEVICES").split(",") == ids
+        assert in_client(kubectl, "printenv", ENV_SIMULATED_GPUS).strip() == "1"
 
     def test_more_gpus_than_the_node_has_do_not_fit(self, kubectl: Kubectl, image: str) -> None:
         kubectl(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agenticrun_api import parse_run
+from agenticrun_api.names import ENV_SIMULATED_GPUS
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.builder import build_engine
 from agenticrun_workers.launch.launcher import Node, shared_node
@@ -56,6 +57,20 @@ def test_an_engine_with_a_reserved_gpu_does_not_sample_on_the_cpu(tmp_path: Path
     source = ModelSource(str(tmp_path))
     with pytest.raises(MissingGpus, match="this process has 1 GPU reserved, and torch sees none"):
         build_engine(PIPELINE, source, str(tmp_path), gpus=1, threads=1, logs=tmp_path)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_simulated_gpus_are_computed_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(ENV_SIMULATED_GPUS, "1")
+    require_gpus(1)
+    assert "the GPUs of this process are simulated" in caplog.text
+
+
+def test_the_development_cluster_says_that_its_gpus_are_simulated() -> None:
+    plugin = Path(__file__).parents[3] / "tools/devcluster/go/fakegpu/main.go"
+    assert f'"{ENV_SIMULATED_GPUS}": "1"' in plugin.read_text()
 
 
 @pytest.mark.usefixtures("no_gpu")

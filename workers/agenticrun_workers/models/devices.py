@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from agenticrun_api.names import ENV_SIMULATED_GPUS
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.tracing import recording, span
+
+log = logging.getLogger(__name__)
 
 
 class MissingGpus(Exception):
@@ -33,6 +38,9 @@ def require_gpus(reserved: int) -> None:
     """
     visible = visible_gpus()
     if visible >= reserved:
+        return
+    if os.environ.get(ENV_SIMULATED_GPUS):
+        log.warning("the GPUs of this process are simulated: it computes on CPUs")
         return
     problem = (
         f"this process has {reserved} GPU{'s' * (reserved > 1)} reserved, and torch sees "

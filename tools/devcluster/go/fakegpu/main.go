@@ -47,7 +47,10 @@ func (plugin) Allocate(_ context.Context, request *api.AllocateRequest) (*api.Al
 	for _, container := range request.ContainerRequests {
 		ids := strings.Join(container.DevicesIds, ",")
 		response.ContainerResponses = append(response.ContainerResponses, &api.ContainerAllocateResponse{
-			Envs: map[string]string{"NVIDIA_VISIBLE_DEVICES": ids, "CUDA_VISIBLE_DEVICES": ids},
+			Envs: map[string]string{
+				"NVIDIA_VISIBLE_DEVICES": ids, "CUDA_VISIBLE_DEVICES": ids,
+				"AGENTICRUN_SIMULATED_GPUS": "1", // else ranks and engines would refuse to compute on CPUs
+			},
 		})
 	}
 	return response, nil
