@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -61,5 +63,12 @@ def _options(
 
 
 def main() -> None:
-    """Entry point of the `agenticrun` command."""
+    """Entry point of the `agenticrun` command.
+
+    A terminal or a pipe of another encoding gets `?` for characters that it does not have: answers
+    of a model and bars of a curve may hold any, and a run must not fail when it prints its end.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()

@@ -80,7 +80,7 @@ def convert(
     document = tiny(conversion.document) if first_step else conversion.document
     text = todo + as_yaml(document)
     if output is None:
-        typer.echo(text, nl=False)
+        typer.echo(text.encode(), nl=False)  # YAML is UTF-8, whatever the terminal shows
     else:
         if output.exists() and output.read_bytes() != text.encode() and not force:
             typer.echo(

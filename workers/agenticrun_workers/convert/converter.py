@@ -100,7 +100,7 @@ def _target(file: Path) -> Path:
     A checkout without symbolic links has files in their place that hold the path of their target.
     """
     try:
-        text = file.read_text().strip()
+        text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return file
     if "\n" in text or not text.endswith((".yaml", ".yml")) or ":" in text:

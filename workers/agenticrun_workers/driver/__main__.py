@@ -108,7 +108,7 @@ def log_file(path: Path) -> Iterator[None]:
     """Keep the log beside the metrics, too: Ray's own copy goes with the head pod."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1)
+        handler = RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
     except OSError as error:  # saving a checkpoint there fails too, and says what to do
         log.warning("no log file: %s", error)
         yield

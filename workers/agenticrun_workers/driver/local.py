@@ -344,7 +344,7 @@ def _end_ray(processes: Set[psutil.Process]) -> None:
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
     """Log to a file, because the display owns the terminal."""
-    handler = logging.FileHandler(path)
+    handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)

@@ -228,6 +228,6 @@ def _context_key(config: Mapping[str, Any]) -> str:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((folder / "config.json").read_text()))
+        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise UnusableModel(f"{folder} is not the folder of a model: {error!r}") from error

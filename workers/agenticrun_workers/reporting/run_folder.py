@@ -268,7 +268,7 @@ RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
 
 def _says_something(file: Path) -> bool:
-    with suppress(OSError), file.open(errors="replace") as lines:
+    with suppress(OSError), file.open(encoding="utf-8", errors="replace") as lines:
         return any(not line.startswith(RAY_MARKS) for line in lines)
     return False
 
@@ -357,7 +357,7 @@ class TraceRequest:
     def fail(self, reason: str) -> None:
         """Answer that there is no trace."""
         with suppress(OSError):
-            self.failure.write_text(reason)
+            self.failure.write_text(reason, encoding="utf-8")
             self.withdraw()
 
 
@@ -414,7 +414,8 @@ class RecordedProgress(ProgressSink):
     def _write(self, progress: Progress) -> None:
         aside = self._file.with_suffix(".tmp")
         try:
-            aside.write_text(progress.model_dump_json(by_alias=True, exclude_none=True))
+            text = progress.model_dump_json(by_alias=True, exclude_none=True)
+            aside.write_text(text, encoding="utf-8")
             aside.replace(self._file)
             self._works = True
         except (OSError, ValueError) as error:  # a full disk does not stop training
