@@ -18,9 +18,7 @@ class EqualKeys(yaml.YAMLError):
 
     def __init__(self, key: str, first: int, second: int):
         self.key = key
-        super().__init__(
-            f"line {second}: {key} is set twice (line {first}): remove one of the two"
-        )
+        super().__init__(f"line {second}: {key} is set twice (line {first}): remove one of the two")
 
 
 class _Loader(yaml.SafeLoader):

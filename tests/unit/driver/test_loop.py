@@ -29,7 +29,7 @@ from agenticrun_workers.rollout.controller import RolloutController, RolloutPosi
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, Group, GroupPlan
 from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
-from agenticrun_workers.types import Stream
+from agenticrun_workers.types import StopReason, Stream
 from agenticrun_workers.weights.sync import SyncReport
 from agenticrun_workers.weights.transports import Transport
 from rollout_fakes import FakeBackend
@@ -241,6 +241,32 @@ async def test_every_trajectory_was_sampled_by_the_newest_policy_and_is_freed_af
         metrics["staleness/max"] for _, metrics in run.logged if "staleness/max" in metrics
     ] == [0.0] * 3
     assert len(run.discarded) == 12
+
+
+async def test_episodes_of_a_validation_that_fail_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path, maxSteps=2, warmup={"steps": 1})
+
+    def fate(task: EpisodeTask) -> StopReason:
+        if task.key.stream is not Stream.VALIDATION or "train version 2" in run.events:
+            return StopReason.COMPLETED
+        return StopReason.TIMEOUT if task.random_policy else StopReason.ENV_ERROR
+
+    run.backend.fate = fate
+    await run.loop.run()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "random validation episodes of 'A' end with timeout: ",
+        "validation episodes of 'A' end with env_error: ",
+    ]
+    first, last = (metrics for _, metrics in run.logged if "val/score/mean" in metrics)
+    assert (first["val/A/stop/env_error"], first["val/A/random_errors"]) == (1.0, 1.0)
+    assert "val/A/stop/env_error" not in last
+    snapshots = [snapshot.metrics for snapshot in run.sink.snapshots]
+    assert any(metrics.get("val/A/stop/env_error") == 1.0 for metrics in snapshots)
+    assert "val/A/stop/env_error" not in snapshots[-1], "the figure of an earlier validation"
+    assert snapshots[-1]["val/A/random_errors"] == 1.0
 
 
 async def test_a_resumed_run_warms_up_no_more_and_continues_its_numbers(tmp_path: Path) -> None:

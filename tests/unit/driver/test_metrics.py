@@ -150,7 +150,7 @@ def test_environments_cannot_replace_what_we_report_of_a_tag() -> None:
     ours = {
         *rollout_metrics(batch, version=0),
         *validation_metrics(plain),
-        *(f"val/A/{name}" for name in ("random_success", "warmup_success")),
+        *(f"val/A/{name}" for name in ("random_success", "random_errors", "warmup_success")),
     }
     names = {name.split("/", 2)[2] for name in ours if name.startswith(("env/A/", "val/A/"))}
     assert {"score", "turns", "response_length", "stop/completed"} <= names

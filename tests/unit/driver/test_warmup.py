@@ -73,6 +73,16 @@ async def test_each_step_trains_on_the_next_groups_over_all_ranks() -> None:
     assert [[len(share) for share in step] for step in run.trained] == [[2, 2]] * 3
 
 
+async def test_episodes_that_fail_are_said_with_their_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await Run(steps=3, batchSize=4, fails=(1, 6)).metrics()
+    assert [record.getMessage() for record in caplog.records] == [
+        "warm-up episodes of 'B' end with env_error: ",
+        "warm-up episodes of 'A' end with env_error: ",
+    ]
+
+
 async def test_random_play_is_of_the_training_environments_and_a_data_set_plays_nothing() -> None:
     for source, dataset, random_policy in (
         ("RandomValidActions", None, True),

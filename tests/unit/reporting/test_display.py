@@ -16,6 +16,8 @@ from agenticrun_workers.reporting.display import (
     LiveDisplay,
     PlainDisplay,
     RunConsole,
+    RunView,
+    draw,
     duration,
     remaining_seconds,
     sparkline,
@@ -87,6 +89,14 @@ def test_without_a_terminal_there_is_one_line_per_step(tmp_path: Path) -> None:
         "  (1 min 40 s elapsed, 10 s remaining)",
         "[validation] step 2: A success 0.500, A random_success 0.020",
     ]
+
+
+def test_the_panel_of_a_run_names_the_validation_episodes_that_failed() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    view = RunView("lake", "rollout", "", 1, 10, {"val/A/stop/timeout": 0.25})
+    console.print(draw(view))
+    assert isinstance(console.file, io.StringIO)
+    assert "A timeout 0.25" in console.file.getvalue()
 
 
 class Full(io.StringIO):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agenticrun_api import AgenticRun
-from agenticrun_workers.reporting.display import step_line
+from agenticrun_workers.reporting.display import step_line, validation_line
 from agenticrun_workers.reporting.trackers import Tolerated, build_trackers
 
 STEP = {
@@ -53,6 +53,26 @@ def test_a_line_names_the_alarms_that_are_up() -> None:
     assert step_line(1, 10, {**STEP, "guard/entropy": 1.0, "guard/logprob_gap": 0.0}).endswith(
         "s/step 1.20  ALARM entropy"
     )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "line"),
+    [
+        (
+            {"val/A/success": 0.0, "val/A/stop/env_error": 1.0, "val/A/stop/completed": 0.0},
+            "A success 0.000, A env_error 1.00",
+        ),
+        (
+            {"val/A/random_success": 0.0, "val/A/random_errors": 0.5, "val/B/stop/timeout": 0.002},
+            "A random_success 0.000, A random_errors 0.50, B timeout 0.002",
+        ),
+        ({"val/A/score": 0.0, "val/A/stop/max_turns": 1.0}, "A score 0.000"),
+    ],
+)
+def test_a_validation_says_which_share_of_its_episodes_failed(
+    metrics: dict[str, float], line: str
+) -> None:
+    assert validation_line(0, metrics) == f"[validation] step 0: {line}"
 
 
 def test_a_validation_without_success_shows_scores(

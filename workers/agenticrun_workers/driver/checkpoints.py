@@ -63,7 +63,7 @@ class DriverState:
     """Groups that were started but not trained on."""
     best_success: float | None = None
     baselines: dict[str, float] = field(default_factory=dict)
-    """Metrics measured once: val/<tag>/random_success, val/<tag>/warmup_success."""
+    """Metrics measured once: val/<tag>/random_success, random_errors and warmup_success."""
     parts: dict[str, Any] = field(default_factory=dict)
     """State of other parts by name, as JSON values: the KL controller, the guards."""
 

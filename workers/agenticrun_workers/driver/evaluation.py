@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,9 +24,13 @@ from agenticrun_workers.rollout.groups import (
     EpisodeResult,
     EpisodeTask,
     every_trajectory,
+    failures,
     tag_cycle,
 )
+from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.types import EpisodeKey, Stream
+
+log = logging.getLogger(__name__)
 
 
 class Validator:
@@ -50,6 +55,7 @@ class Validator:
         self._pipeline = pipeline
         self._transcripts = transcripts
         self._frames = frames
+        self._warn = LogOnce(log.warning)
 
     def configure(self, pipeline: Pipeline) -> None:
         """Use other values of `evalSteps` and `maxSteps`."""
@@ -70,8 +76,15 @@ class Validator:
         return await self._play(random_policy=False)
 
     async def random_baseline(self) -> Metrics:
-        """Return val/<tag>/random_success: random valid actions on the same levels."""
-        return _renamed(validation_metrics(await self._play(random_policy=True)), "random_success")
+        """Return val/<tag>/random_success: random valid actions on the same levels.
+
+        Where episodes failed, val/<tag>/random_errors is their share.
+        """
+        played = await self._play(random_policy=True)
+        failed = Counter(result.tag for result in played if not result.trainable)
+        total = Counter(result.tag for result in played)
+        errors = {f"val/{tag}/random_errors": failed[tag] / total[tag] for tag in failed}
+        return _renamed(validation_metrics(played), "random_success") | errors
 
     async def _play(self, random_policy: bool) -> list[EpisodeResult]:
         envs = self._pipeline.val_envs
@@ -96,11 +109,15 @@ class Validator:
             )
 
         groups = range(self._pipeline.val_batch_size // envs.group_size)
-        return [
+        results = [
             result
             for played in await asyncio.gather(*map(play, groups))
             for result in every_trajectory(played)
         ]
+        kind = "random validation" if random_policy else "validation"
+        for message in failures(kind, results):
+            self._warn(message)
+        return results
 
 
 def warmup_success(validated: Metrics) -> Metrics:

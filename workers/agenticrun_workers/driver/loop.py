@@ -180,7 +180,7 @@ class Loop:
 
     @property
     def baselines(self) -> Metrics:
-        """Return val/<tag>/random_success and val/<tag>/warmup_success."""
+        """Return val/<tag>/random_success, random_errors and warmup_success, measured once."""
         return self._baselines
 
     async def run(self) -> None:
@@ -281,10 +281,10 @@ class Loop:
                 while (metrics := await self._guarded(_next(taken))) is not None:
                     done += 1
                     self._parts.progress.metrics(metrics)
-                    self._parts.progress.activity(
-                        Activity.WARMUP,
-                        f"warm-up step {done} of {steps}, loss {metrics['warmup/loss']:.3f}",
-                    )
+                    message = f"warm-up step {done} of {steps}, loss {metrics['warmup/loss']:.3f}"
+                    if failed := metrics.get("warmup/discarded"):
+                        message += f", {failed:.0f} episodes failed"
+                    self._parts.progress.activity(Activity.WARMUP, message)
         await self._parts.trainers.freeze_reference()
         if self._parts.validator.enabled:
             with span("random_baseline"):

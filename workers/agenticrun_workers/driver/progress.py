@@ -97,9 +97,16 @@ class ProgressReporter:
     def metrics(self, metrics: Mapping[str, float]) -> None:
         """Report metrics measured between steps, by a validation for example.
 
-        They stay in the snapshots until they are measured again.
+        They stay in the snapshots until metrics with the same first word are measured: the next
+        validation may have other stop reasons.
         """
-        self._change(metrics=headline_metrics({**self._progress.metrics, **metrics}))
+        measured = {name.split("/")[0] for name in metrics}
+        lasting = {
+            name: value
+            for name, value in self._progress.metrics.items()
+            if name.split("/")[0] not in measured
+        }
+        self._change(metrics=headline_metrics({**lasting, **metrics}))
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report a completed step."""
@@ -145,6 +152,7 @@ HEADLINES = tuple(
     re.compile(pattern)
     for pattern in (
         "val/[^/]+/success", "val/[^/]+/random_success", "val/[^/]+/warmup_success",
+        "val/[^/]+/(stop/(env_error|timeout|aborted|stale)|random_errors)",
         "rollout/score/mean", "rollout/success/mean",
         "actor/total_loss", "actor/entropy", "actor/approxkl", "actor/grad_norm",
         "critic/kl", "critic/loss", "engine/logprob_gap", "group/zero_variance_share",

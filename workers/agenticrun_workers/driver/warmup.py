@@ -7,6 +7,7 @@ teaches the format of an answer, not which answer is right.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 
 from agenticrun_api import Pipeline
@@ -18,10 +19,14 @@ from agenticrun_workers.rollout.groups import (
     EpisodeResult,
     EpisodeTask,
     every_trajectory,
+    failures,
     tag_cycle,
 )
+from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.trainer.rank import Metrics
 from agenticrun_workers.types import EpisodeKey, Stream
+
+log = logging.getLogger(__name__)
 
 CHUNK_STEPS = 25
 """Steps whose episodes are played together: no policy is needed, and large calls are cheaper."""
@@ -38,6 +43,7 @@ class Warmup:
         self._pipeline = pipeline
         self._discard = discard
         self._tags = tag_cycle(pipeline.train_envs.shares())
+        self._warn = LogOnce(log.warning)
 
     async def steps(self) -> AsyncGenerator[Metrics, None]:
         """Take the supervised steps and yield the metrics of each; nothing without a warm-up.
@@ -54,6 +60,8 @@ class Warmup:
         for first in range(0, warmup.steps, CHUNK_STEPS):
             last = min(first + CHUNK_STEPS, warmup.steps)
             played = await self._play(range(first * size, last * size))
+            for message in failures("warm-up", every_trajectory(played)):
+                self._warn(message)
             for start in range(0, len(played), size):
                 yield await self._step(played[start : start + size])
             await self._discard([result for result in every_trajectory(played) if result.trainable])

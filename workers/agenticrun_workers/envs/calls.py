@@ -323,7 +323,8 @@ would block all episodes of an env worker for seconds.
 
 MODES = frozenset(get_args(MetricMode))
 
-RESERVED_METRICS = ("score", "turns", "response_length", "random_success", "warmup_success")
+RESERVED_METRICS = ("score", "turns", "response_length", "random_success", "random_errors",
+                    "warmup_success")  # fmt: skip
 RESERVED_FAMILIES = ("stop/", "judge/", "reward/")
 """Names and beginnings of names in env/<tag>/... and val/<tag>/... that environments cannot use."""
 

@@ -217,6 +217,8 @@ def draw(view: RunView) -> RenderableType:
         rows.add_row("reward", sparkline(view.rewards))
     for name, value in success_rates(view.metrics).items():
         rows.add_row(name.removeprefix("val/"), f"{value:.3f}")
+    if failed := failed_shares(view.metrics):
+        rows.add_row("failed episodes", Text(", ".join(failed), "bold red"))
     if view.validations:
         rows.add_row("validation", sparkline(view.validations))
     parts: list[RenderableType] = [Panel(rows, title=view.name, title_align="left")]
@@ -373,17 +375,20 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def validation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """Format a validation, with scores where success is not measured.
+    """Format a validation, with scores where success is not measured, and what failed.
 
-    `[validation] step 10: Lake success 0.650, Lake random_success 0.020`
+    `[validation] step 10: Lake success 0.650, Lake random_success 0.020, Lake env_error 0.10`
     """
     rates = success_rates(metrics) or {
         name: value for name, value in metrics.items() if name.endswith("/score")
     }
-    shown = (
-        f"{name.removeprefix('val/').replace('/', ' ')} {value:.3f}"
-        for name, value in rates.items()
-    )
+    shown = [
+        *(
+            f"{name.removeprefix('val/').replace('/', ' ')} {value:.3f}"
+            for name, value in rates.items()
+        ),
+        *failed_shares(metrics),
+    ]
     return f"[validation] step {step}: {', '.join(shown)}"
 
 
@@ -400,3 +405,16 @@ def success_rates(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return val/<tag>/success and its baselines, by name."""
     wanted = re.compile("val/[^/]+/(random_|warmup_)?success")
     return {name: value for name, value in metrics.items() if wanted.fullmatch(name)}
+
+
+FAILED = re.compile(r"val/([^/]+)/(?:stop/)?(env_error|timeout|aborted|stale|random_errors)")
+
+
+def failed_shares(metrics: Mapping[str, float]) -> list[str]:
+    """Return the shares of validation episodes that failed: `Lake env_error 0.10`."""
+    found = ((FAILED.fullmatch(name), value) for name, value in metrics.items())
+    return [
+        f"{name[1]} {name[2]} {value:.2f}" if value >= 0.01 else f"{name[1]} {name[2]} {value:.1g}"
+        for name, value in found
+        if name and value
+    ]

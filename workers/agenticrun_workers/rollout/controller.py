@@ -23,7 +23,13 @@ from agenticrun_workers.rollout.env_pool import TrainingBackend
 from agenticrun_workers.rollout.eviction import EnvBreaker
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.group_run import FinishedGroup, GroupRun, trainable
-from agenticrun_workers.rollout.groups import EpisodeResult, Group, GroupPlan, VersionBounds
+from agenticrun_workers.rollout.groups import (
+    EpisodeResult,
+    Group,
+    GroupPlan,
+    VersionBounds,
+    failures,
+)
 from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.tracing import GROUPS_READY, count
 
@@ -290,8 +296,8 @@ class RolloutController:
         self._counts.rerolled += finished.rerolled
         self._counts.aborted_tokens += finished.aborted_tokens
         self._counts.untrainable += finished.untrainable
-        for result in finished.untrainable:
-            self._warn(f"episodes of {result.tag!r} end with {result.stop_reason}: {result.error}")
+        for message in failures("", finished.untrainable):
+            self._warn(message)
         group, chosen = finished.group, self._plan.filter
         if group is not None:
             self._breaker.succeeded(group.tag)

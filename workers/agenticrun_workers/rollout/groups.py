@@ -188,6 +188,21 @@ def every_trajectory(episodes: Iterable[EpisodeResult]) -> list[EpisodeResult]:
     return [result for episode in episodes for result in episode.trajectories]
 
 
+def failures(kind: str, results: Iterable[EpisodeResult]) -> list[str]:
+    """Return a line for each trajectory that failed: an error, a time limit, or a judge's failure.
+
+    Args:
+        kind: of the episodes, such as "validation"; "" for training.
+        results: of failed and other episodes.
+    """
+    episodes = f"{kind} episodes".lstrip()
+    return [
+        f"{episodes} of {result.tag!r} end with {result.stop_reason}: {result.error}"
+        for result in results
+        if not result.trainable
+    ]
+
+
 def as_episode(results: Sequence[EpisodeResult]) -> EpisodeResult:
     """Combine the trajectories of one episode (at least one) into a single result."""
     first, *others = sorted(results, key=lambda result: not result.trainable)
