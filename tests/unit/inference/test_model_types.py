@@ -65,6 +65,7 @@ SAME_MASK_EVERYWHERE: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "lfm2": {"layer_types": ["full_attention"] * 4},
     "opt": {},
+    "doge": {},
     "gpt2": {"n_head": 4},
     "olmo2": {},
     "granitemoehybrid": {
@@ -80,6 +81,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("linear-attention", {}),
     "bamba": ("linear-attention", MAMBA),
     "granitemoehybrid": ("linear-attention", MAMBA),
+    "nemotron_h": ("linear-attention", {"hybrid_override_pattern": "M*M-", **MAMBA}),
     "jamba": ("linear-attention", {"num_experts": 1}),
     "falcon_h1": ("hybrid", {}),
     "falcon_mamba": ("linear-attention", {"attention": "eager", "intermediate_size": 64}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,16 @@ from transformers import AutoConfig
 
 from agenticrun_workers.models.devices import claim_device, collective_backends, compute_device
 from agenticrun_workers.models.pretrained import ModelLoadError, load_config, load_model
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +44,41 @@ def test_a_mixture_of_experts_is_refused(model_type: str, tmp_path: Path) -> Non
         "train a dense model",
     ):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2}),
+        ("doge", {"is_moe": True, "num_experts": 16}),
+        ("granitemoe", {"num_local_experts": 2}),
+        ("nemotron_h", {"hybrid_override_pattern": "M*ME"}),
+    ],
+)
+def test_experts_of_some_layers_make_a_mixture(
+    model_type: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    AutoConfig.for_model(model_type, **SMALL, **options).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=rf"is a mixture of experts \({model_type}\)"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("doge", {}),
+        ("nemotron_h", {"hybrid_override_pattern": "M*M-"}),
+        ("jamba", {"num_experts": 1}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}),
+        ("gemma3n_text", {"intermediate_size": 48}),
+    ],
+)
+def test_a_number_of_experts_that_no_layer_has_is_no_mixture(
+    model_type: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    config = AutoConfig.for_model(model_type, **SMALL | options)
+    config.save_pretrained(tmp_path)
+    assert load_config(str(tmp_path)).model_type == model_type
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ might be in (DeepSpeed, if it is installed).
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,14 +30,9 @@ log = logging.getLogger(__name__)
 disable_progress_bar()
 """Pods write to logs, where a bar is noise."""
 
-EXPERT_COUNTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_moe_experts",
-)
-"""Names that configs use for the number of experts of a layer."""
+EXPERTS = re.compile(r"(^|\.)(router|router_gate|\w*experts?)(\.|$)")
+"""Names of layers that only a mixture of experts has. The counts in a config say nothing: many
+classes of dense models have a default for them."""
 
 FINITE_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 """Quantised weights are not checked: torch cannot compare them."""
@@ -57,12 +53,23 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             f"{path} is a model of several modalities ({config.model_type}), which is not offered "
             "yet: train a text-only model, such as the language model that it was built from"
         )
-    if any((getattr(config, name, None) or 0) > 1 for name in EXPERT_COUNTS):
+    if _has_experts(config, trust_remote_code=trust_remote_code):
         raise ModelLoadError(
             f"{path} is a mixture of experts ({config.model_type}), which is not offered yet: "
             "train a dense model, such as Qwen3 or Llama"
         )
     return config
+
+
+def _has_experts(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
+    """Return True if a model that is made from this config has experts. It is made without data."""
+    try:
+        with MAKING, torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of a model's own code, too; a load of the weights names the cause
+        log.debug("no model can be made from the config alone: %r", error)
+        return False
+    return any(EXPERTS.search(name) for name, _ in model.named_modules())
 
 
 MAKING = threading.Lock()
