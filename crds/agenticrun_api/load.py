@@ -17,7 +17,7 @@ from agenticrun_api.names import ANNOTATION_VERSION, KIND, submission_id
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.status import AgenticRunStatus
 from agenticrun_api.version import __version__
-from agenticrun_api.yaml_reader import EqualKeys, read_yaml_documents
+from agenticrun_api.yaml_text import EqualKeys, read_yaml_documents
 
 M = TypeVar("M", bound=BaseModel)
 

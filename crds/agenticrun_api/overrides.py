@@ -18,7 +18,7 @@ import yaml
 from agenticrun_api.base import camel
 from agenticrun_api.load import InvalidRun, parse_run, read_run
 from agenticrun_api.run import AgenticRun
-from agenticrun_api.yaml_reader import EqualKeys, read_yaml
+from agenticrun_api.yaml_text import EqualKeys, read_yaml
 
 _SEGMENT = re.compile(r"([^.\[\]]+)((?:\[\d+\])*)")
 

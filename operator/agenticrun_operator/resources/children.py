@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import yaml
-
 from agenticrun_api import AgenticRun, Reason
 from agenticrun_api.names import LABEL_RUN_UID, LABEL_SAVES, RUN_FILE
 from agenticrun_api.roles import SAVES
+from agenticrun_api.yaml_text import write_yaml
 from agenticrun_operator.resources.claims import CLAIM_KIND, checkpoint_claim, created_claim
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, child_metadata
@@ -111,7 +110,7 @@ def run_config(run: AgenticRun) -> Manifest:
     storage = storage_of(run)
     if storage:
         run = run.model_copy(update={"spec": run.spec.model_copy(update={"checkpoint": storage})})
-    text = yaml.safe_dump(run.document(), sort_keys=False)
+    text = write_yaml(run.document(), ascii_only=True)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

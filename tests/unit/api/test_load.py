@@ -12,6 +12,7 @@ import yaml
 from agenticrun_api import InvalidRun, load_run, parse_run, version
 from agenticrun_api.load import parse_mounted, parse_served, read_run
 from agenticrun_api.version import __version__
+from agenticrun_api.yaml_text import read_yaml, write_yaml
 from runs import MINIMAL, REMOVE, Change, run_with
 
 EXAMPLES = [
@@ -242,6 +243,17 @@ def test_scientific_notation_is_a_number_as_kubectl_reads_it(
     file = tmp_path / "run.yaml"
     file.write_text(f"kind: AgenticRun\nx: {text}\n")
     assert read_run(file)["x"] == value
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_what_is_written_is_read_again(ascii_only: bool) -> None:
+    document = {
+        "texts": ["1e9", "2E-3", ".5e1", "1e", "目", "yes", "1", ""],
+        "numbers": [1e9, 1e-9],
+    }
+    text = write_yaml(document, ascii_only=ascii_only)
+    assert read_yaml(text) == document
+    assert text.isascii() == ascii_only
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)

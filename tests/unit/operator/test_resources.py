@@ -17,6 +17,7 @@ from agenticrun_api.load import parse_mounted
 from agenticrun_api.quantities import whole_number
 from agenticrun_api.spec import CodeSpec
 from agenticrun_api.version import __version__
+from agenticrun_api.yaml_text import read_yaml
 from agenticrun_operator.resources import (
     Child,
     Manifest,
@@ -110,6 +111,14 @@ def test_the_run_config_is_the_run_without_its_status() -> None:
     assert mounted.model_copy(update={"checkpoint": None}) == a_run().spec
     assert mounted.checkpoint is not None, "the driver need not know the default"
     assert mounted.checkpoint.volume_claim is not None
+
+
+def test_texts_that_look_like_numbers_reach_the_driver_as_texts() -> None:
+    variable = {"name": "SIZE", "value": "1e9"}
+    run = a_run(("spec.roles.env.env", [variable]))
+    (config, *_) = desired_children(run, WORKER, TOKENS)
+    document = read_yaml(config["data"]["run.yaml"])
+    assert parse_mounted(document).spec.roles.env.env == [variable]
 
 
 def test_a_claim_is_made_for_a_size_and_not_for_a_claim_of_the_users() -> None:

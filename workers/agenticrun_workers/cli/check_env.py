@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agenticrun_api.yaml_reader import read_yaml
+from agenticrun_api.yaml_text import read_yaml
 from agenticrun_workers.cli.common import Changes, Seeds, StepTimeout, give_up, load, look_in
 from agenticrun_workers.findings import Report
 

@@ -25,6 +25,7 @@ from agenticrun_api.load import read_run
 from agenticrun_api.names import IMAGE_CODE_DIR, ExitCode
 from agenticrun_api.overrides import with_overrides
 from agenticrun_api.version import REGISTRY, __version__
+from agenticrun_api.yaml_text import write_yaml
 from agenticrun_workers.cli.common import Changes, RunFile, Seeds, StepTimeout, give_up, load
 from agenticrun_workers.cli.local_code import (
     LocalCode,
@@ -359,7 +360,7 @@ def check_copy(
         empty.mkdir()
         write_files(copy, contents)
         copied_run = Path(temporary, "run.yaml")
-        copied_run.write_text(yaml.safe_dump(dict(document)))
+        copied_run.write_text(write_yaml(dict(document)))
 
         def call(*words: str, stdin: str = "") -> str:
             done = subprocess.run(

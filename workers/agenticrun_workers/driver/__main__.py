@@ -32,7 +32,7 @@ from agenticrun_api.names import (
     RUN_FILE,
     ExitCode,
 )
-from agenticrun_api.yaml_reader import read_yaml
+from agenticrun_api.yaml_text import read_yaml
 from agenticrun_workers.driver.attempt import AttemptRunner, exit_code, fail_early
 from agenticrun_workers.driver.checkpoints import cluster_folders
 from agenticrun_workers.driver.output import copied_output

@@ -42,7 +42,7 @@ from typing_extensions import override
 from agenticrun_api import AgenticRun, Progress, Role
 from agenticrun_api.base import clean_text
 from agenticrun_api.version import __version__
-from agenticrun_api.yaml_reader import read_yaml
+from agenticrun_api.yaml_text import read_yaml, write_yaml
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 
 log = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ def record_attempt(folder: Path, run: AgenticRun, attempt: int, code: Path | Non
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(without_secrets(run.document()), sort_keys=False, allow_unicode=True)
+        text = write_yaml(without_secrets(run.document()))
         (folder / "run.yaml").write_text(text, encoding="utf-8")
         record = {
             "attempt": attempt,

@@ -1,7 +1,7 @@
-"""Reads YAML as kubectl does: equal keys are errors, and `1e9` is a number.
+"""Reads and writes YAML as kubectl does: equal keys are errors, and `1e9` is a number.
 
 PyYAML keeps the last of equal keys without a word, and takes numbers in scientific notation for
-texts unless they have a dot and a sign.
+texts unless they have a dot and a sign. It would write the text "1e9" without quotes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,16 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that `_Loader` would take for numbers."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+        list("-+.0123456789"),
+    )
 
 
 def read_yaml(text: str) -> Any:
@@ -57,3 +62,9 @@ def read_yaml(text: str) -> Any:
 def read_yaml_documents(text: str) -> list[Any]:
     """Return the value of each document; raises as `read_yaml` does."""
     return list(yaml.load_all(text, _Loader))  # a SafeLoader
+
+
+def write_yaml(document: Any, *, ascii_only: bool = False) -> str:
+    """Return a document as YAML, in the order of its keys."""
+    text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=not ascii_only)
+    return text
