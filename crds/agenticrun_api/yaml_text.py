@@ -24,7 +24,7 @@ class EqualKeys(yaml.YAMLError):
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> MappingNode:
         """Compose a mapping, and refuse equal keys before merge keys (`<<`) add theirs."""
-        node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
+        node = super().compose_mapping_node(anchor)
         assert isinstance(node, MappingNode)
         lines: dict[str, int] = {}
         for key, _ in node.value:
