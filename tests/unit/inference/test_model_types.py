@@ -153,13 +153,13 @@ def test_a_window_that_the_model_does_not_use_is_not_used() -> None:
 
 
 def test_chunks_begin_at_positions_of_each_row() -> None:
-    cache = SlotCache()
-    starts_B, width, visible = torch.tensor([3, 30]), 6, 36
-    cache.select(torch.tensor([0, 2]), starts_B, width, visible)
+    cache = SlotCache(2, 36)
+    starts, width = [3, 30], 6
+    cache.select(0, starts, width)
     config = AutoConfig.for_model("llama", attention_chunk_size=WINDOW)
     config._attn_implementation = "sdpa"
     mask_B1QK = create_chunked_causal_mask(config, torch.empty(2, width, 0), None, cache)
-    for row, start in enumerate(starts_B.tolist()):
+    for row, start in enumerate(starts):
         for query in range(width):
             position = start + query
             seen = mask_B1QK[row, 0, query].nonzero()[:, 0].tolist()

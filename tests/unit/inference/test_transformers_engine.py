@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -171,6 +172,109 @@ def test_a_prompt_that_departs_from_its_session_is_computed_from_there(folder: P
                 check(model, request, await engine.generate(request))
 
     run(work)
+
+
+def test_sessions_keep_their_tokens_while_others_end_and_take_their_slots(folder: Path) -> None:
+    model = loaded(folder)
+
+    async def work() -> None:
+        async with serving(folder, max_sessions=9) as engine:
+            contexts = [prompt(5 + 4 * number, number) for number in range(9)]
+            for turn in range(4):
+                requests = [
+                    ask(
+                        f"{number}-{turn}",
+                        contexts[number],
+                        1 + 7 * number % 5,
+                        session=str(number),
+                    )
+                    for number in np.random.default_rng(turn).permutation(9)
+                ]
+                prompted = engine.stats().prompt_tokens
+                answers = await asyncio.gather(*map(engine.generate, requests))
+                if turn:  # the last token of the answer, and three new ones
+                    assert engine.stats().prompt_tokens - prompted == 9 * 4
+                for request, answer in zip(requests, answers, strict=True):
+                    check(model, request, answer)
+                    contexts[int(request.session)] = np.concatenate(
+                        [request.prompt_tokens, answer.tokens_T, prompt(3, turn)]
+                    )
+
+    run(work)
+
+
+async def computed_prompts(folder: Path, prompts: list[np.ndarray], **options: Any) -> int:
+    """Return the computed tokens of prompts that wait together, and check the answers."""
+    async with serving(folder, **options) as engine:
+        requests = [ask(f"r{number}", tokens, 5) for number, tokens in enumerate(prompts)]
+        answers = await asyncio.gather(*map(engine.generate, requests))
+        for request, answer in zip(requests, answers, strict=True):
+            check(loaded(folder), request, answer)
+        return engine.stats().prompt_tokens
+
+
+async def test_equal_prompts_are_computed_once(folder: Path) -> None:
+    groups = [prompt(40, seed=group) for group in range(3) for _ in range(8)]
+    assert await computed_prompts(folder, groups) == 3 * (40 + 7)
+
+
+async def test_prompts_share_their_beginning_if_that_saves_half_of_a_prompt(folder: Path) -> None:
+    head = prompt(40)
+    endings = [np.concatenate([head, prompt(3 + number, seed=number)]) for number in range(1, 6)]
+    assert await computed_prompts(folder, endings) <= 40 + sum(range(4, 9))
+    apart = [np.concatenate([head[:10], prompt(30, seed=number)]) for number in range(1, 6)]
+    assert await computed_prompts(folder, apart) == 5 * 40
+
+
+async def test_a_prompt_is_copied_from_a_request_that_samples_already(folder: Path) -> None:
+    async with serving(folder) as engine:
+        first = asyncio.create_task(engine.generate(ask("first", prompt(40), new=60)))
+        while engine.stats().generated_tokens < 5:
+            await asyncio.sleep(0.001)
+        request = ask("second", prompt(40))
+        check(loaded(folder), request, await engine.generate(request))
+        assert not first.done()
+        assert engine.stats().prompt_tokens == 40 + 1
+        check(loaded(folder), ask("first", prompt(40)), await first)
+
+
+async def test_a_deterministic_engine_computes_each_prompt(folder: Path) -> None:
+    assert await computed_prompts(folder, [prompt(40)] * 8, batch_invariant=True) == 8 * 40
+
+
+async def test_new_weights_in_the_middle_of_a_group_are_used_by_all_of_it(folder: Path) -> None:
+    updated = loaded(folder)
+    weights = changed(updated)
+    updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
+    async with serving(folder) as engine:
+        requests = [ask(f"r{number}", prompt(40), new=40) for number in range(8)]
+        running = [asyncio.create_task(engine.generate(request)) for request in requests]
+        while engine.stats().generated_tokens < 50:
+            await asyncio.sleep(0.001)
+        await engine.update_weights(weight_files(weights), 1)
+        for request, answer in zip(requests, await asyncio.gather(*running), strict=True):
+            new = int(answer.versions_T.tolist().index(1))
+            assert new >= 5
+            expected = reference_logprobs(
+                updated, request.prompt_tokens, answer.tokens_T, request.sampling.temperature
+            )
+            np.testing.assert_allclose(
+                answer.logprobs_T[new:], expected[new:].numpy(), atol=1e-4, rtol=1e-4
+            )
+
+
+async def test_the_memory_of_keys_and_values_is_logged(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        async with serving(folder) as engine:
+            for _ in range(2):
+                requests = [ask(f"r{number}", prompt(100, number)) for number in range(8)]
+                await asyncio.gather(*map(engine.generate, requests))
+                await engine.check_health()
+    lines = [record.message for record in caplog.records if "keys and values" in record.message]
+    assert len(lines) == 1
+    assert re.fullmatch(r"keys and values of sessions take 0\.[1-9] MiB", lines[0])
 
 
 def test_evicted_sessions_are_computed_again_and_give_the_same(folder: Path) -> None:
@@ -524,7 +628,7 @@ def test_a_failing_step_fails_its_requests_instead_of_hanging_them(
 ) -> None:
     async def work() -> None:
         async with serving(folder) as engine:
-            monkeypatch.setattr(engine, "_forward", lambda batch: 1 / 0)
+            monkeypatch.setattr(engine, "_forward", lambda step: 1 / 0)
             with pytest.raises(EngineError, match="division by zero"):
                 await engine.generate(ask("a", prompt(5)))
             with pytest.raises(EngineError, match="has failed"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,44 +39,51 @@ from agenticrun_workers.types import (
 class SlotCache(Cache):  # type: ignore[misc]
     """Keys and values of many sessions, which a transformers model reads and writes in batches.
 
-    Each layer stores [slots, length, heads, head size]; `select` chooses the slots and positions of
-    the next forward pass. The storage grows for a longer sequence or a higher slot. Positions
-    beyond a slot's own length hold garbage, which the attention mask hides, so padding may be
-    written there.
+    Each layer stores [slots, heads, length, head size], so attention reads the keys of a head in
+    one piece. `select` chooses the slots and positions of the next forward pass. The storage grows
+    for a longer sequence or a higher slot. Positions beyond a slot's own length hold garbage, which
+    the attention mask hides, so padding may be written there.
 
     Args:
-        slots: initial number of slots.
+        max_slots: number of slots.
+        max_length: most positions of a slot, without padding.
     """
 
-    def __init__(self, slots: int = 16) -> None:
+    def __init__(self, max_slots: int, max_length: int) -> None:
         super().__init__(layers=[])
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._slots = slots
-        self._length = 64
+        self._max_slots, self._max_length = max_slots, max_length
+        self._slots = self._length = 0
 
-    def select(self, slots_B: Tensor, starts_B: Tensor, width: int, visible: int) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return sum(held.nbytes for held in (*self._keys, *self._values))
+
+    def select(self, first: int, starts: Sequence[int], width: int) -> None:
         """Choose the slots and positions of the next forward pass.
 
         Args:
-            slots_B: slot of each row, int64 [B], ascending.
-            starts_B: number of positions that each slot holds already, int64 [B].
+            first: slot of the first row. Each other row has the slot after the one before it.
+            starts: number of positions that each slot holds already.
             width: number of tokens that each row adds from there.
-            visible: number of positions that attention sees.
         """
-        self._slots = _at_least(self._slots, int(slots_B[-1]) + 1)
-        self._length = _at_least(self._length, visible)
-        positions_BQ = starts_B[:, None] + torch.arange(width, device=slots_B.device)
-        self._write_at = (slots_B[:, None] * self._length + positions_BQ).flatten()
-        self._visible = visible
-        first, last = int(slots_B[0]), int(slots_B[-1])
-        self._range = (first, last + 1) if last - first + 1 == len(slots_B) else None
-        self._rows = slots_B
-        self._starts_B = starts_B
+        self._rows = slice(first, first + len(starts))
+        self._width = width
+        self._visible = max(starts) + width
+        self._slots = _grown(self._slots, self._rows.stop, self._max_slots)
+        self._length = _grown(self._length, self._visible, self._max_length)
+        self._starts_B = torch.tensor(starts)
+        self._start = starts[0] if min(starts) == max(starts) else None
+        self._write_at: dict[int, Tensor] = {}
 
-    def get_query_offset(self, layer_idx: int = 0) -> Tensor:  # noqa: ARG002
-        """Return the position of each row's first new token, int64 [B]. See `_mask_rows`."""
-        return self._starts_B
+    def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # noqa: ARG002
+        """Return the position of each row's first new token: int, or int64 [B]. See `_mask_rows`.
+
+        With an int, transformers leaves out masks that attention can do without.
+        """
+        return self._starts_B if self._start is None else self._start
 
     def get_mask_sizes(
         self,
@@ -100,38 +107,96 @@ class SlotCache(Cache):  # type: ignore[misc]
             keys and values, [B, heads, visible, head size].
         """
         if layer_idx == len(self._keys):
-            _, heads, _, size = key_states.shape
-            self._keys.append(key_states.new_zeros(0, 0, heads, size))
-            self._values.append(value_states.new_zeros(0, 0, heads, value_states.shape[-1]))
+            for store, states in ((self._keys, key_states), (self._values, value_states)):
+                store.append(states.new_zeros(0, states.shape[1], 0, states.shape[3]))
         return (
             self._exchange(self._keys, layer_idx, key_states),
             self._exchange(self._values, layer_idx, value_states),
         )
 
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, positions: slice) -> None:
+        """Copy keys and values from one slot to another."""
+        self._slots = _grown(self._slots, target + 1, self._max_slots)
+        for layer in range(len(self._keys)):
+            for store in (self._keys, self._values):
+                held = self._at_full_size(store, layer)
+                held[target, :, positions] = held[source, :, positions]
+
+    @torch.inference_mode()
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Exchange the first positions of two slots."""
+        if not length:
+            return
+        self._slots = _grown(self._slots, max(one, other) + 1, self._max_slots)
+        for layer in range(len(self._keys)):
+            for store in (self._keys, self._values):
+                held = self._at_full_size(store, layer)
+                held[[one, other], :, :length] = held[[other, one], :, :length]
+
     def _exchange(self, store: list[Tensor], layer: int, states: Tensor) -> Tensor:
+        held = self._at_full_size(store, layer)
+        rows = held[self._rows]
+        if self._start is not None:
+            rows[:, :, self._start : self._visible] = states
+        else:
+            heads, size = states.shape[1], states.shape[3]
+            if heads not in self._write_at:
+                self._write_at[heads] = self._flat_positions(heads, states.device)
+            # index_copy_ is many times faster than index_put_ and scatter_.
+            held.view(-1, size).index_copy_(0, self._write_at[heads], states.reshape(-1, size))
+        return rows[:, :, : self._visible]
+
+    def _flat_positions(self, heads: int, device: torch.device) -> Tensor:
+        """Return where the storage has the new tokens of all rows and heads, int64 [B * H * Q]."""
+        slots_B = torch.arange(self._rows.start, self._rows.stop)
+        blocks_BH = slots_B[:, None] * heads + torch.arange(heads)
+        positions_BQ = self._starts_B[:, None] + torch.arange(self._width)
+        flat_BHQ = blocks_BH[:, :, None] * self._length + positions_BQ[:, None]
+        return flat_BHQ.flatten().to(device)
+
+    def _at_full_size(self, store: list[Tensor], layer: int) -> Tensor:
         held = store[layer]
-        if held.shape[:2] != (self._slots, self._length):
-            grown = held.new_zeros(self._slots, self._length, *held.shape[2:])
-            grown[: held.shape[0], : held.shape[1]] = held
+        slots, heads, length, size = held.shape
+        if (slots, length) != (self._slots, self._length):
+            grown = held.new_zeros(self._slots, heads, self._length, size)
+            grown[:slots, :, :length] = held
             store[layer] = held = grown
-        held.flatten(0, 1).index_copy_(0, self._write_at, states.transpose(1, 2).flatten(0, 1))
-        rows = held[self._range[0] : self._range[1]] if self._range else held[self._rows]
-        return rows[:, : self._visible].transpose(1, 2)
+        return held
 
 
 @dataclass
+class Slot:
+    """A row of a cache, and the tokens for which it holds keys and values."""
+
+    cache: SlotCache
+    number: int
+    cached: int = 0
+    """Number of leading tokens with keys and values."""
+    idle_T: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """These tokens, while no request uses the slot."""
+    busy: bool = False
+
+
+@dataclass(eq=False)
 class RunningRequest:
     """A request in flight and the tokens sampled for it so far."""
 
     request: GenerationRequest
     done: asyncio.Future[Generation]
     session: str
-    cache: SlotCache | None = None
-    """Holds its keys and values. None until the request is admitted."""
-    slot: int = -1
-    cached: int = 0
-    """Leading tokens of `context_T` whose keys and values the slot holds."""
+    slot: Slot = field(init=False)
+    """Holds its keys and values. Set when the request is admitted."""
     sampled: SampledTokens = field(default_factory=SampledTokens)
+
+    @property
+    def cached(self) -> int:
+        """Leading tokens of `context_T` whose keys and values the slot holds."""
+        return self.slot.cached
+
+    @cached.setter
+    def cached(self, count: int) -> None:
+        self.slot.cached = count
 
     @property
     def context_T(self) -> IntArray:
@@ -160,88 +225,186 @@ class RunningRequest:
             self.done.set_result(self.sampled.response(reason))
 
 
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Keys and values that one request computes, or has computed, and another one copies."""
+
+    leader: RunningRequest
+    follower: RunningRequest
+    start: int
+    """First position that is copied."""
+    end: int
+    """Position after the last one."""
+
+    @property
+    def computed(self) -> bool:
+        """True if the leader has computed them."""
+        return self.leader.cached >= self.end
+
+    def copy(self) -> None:
+        source, target = self.leader.slot, self.follower.slot
+        source.cache.copy(source.number, target.number, slice(self.start, self.end))
+
+
 class Caches(Protocol):
-    """Assigns caches to requests."""
+    """Assigns slots of caches to requests."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values that outlive a request."""
+        ...
 
     def open(self, running: RunningRequest) -> None:
-        """Set `cache`, `slot` and `cached` of a new request."""
+        """Set the `slot` of a new request, and how much of the request it holds."""
         ...
 
     def close(self, running: RunningRequest) -> None:
-        """Release the cache of a finished request."""
+        """Release the slot of a finished request."""
         ...
 
     def invalidate(self) -> None:
         """Drop all keys and values: the weights have changed."""
         ...
 
+    def share(self, requests: Iterable[RunningRequest]) -> list[SharedPrefix]:
+        """Return what requests copy instead of computing it, and count it as cached."""
+        ...
 
-@dataclass
-class _Session:
-    """A slot of the cache, and the tokens for which it holds keys and values."""
-
-    slot: int
-    cached_T: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
-    busy: bool = False
+    def arrange(self, batches: Iterable[list[RunningRequest]]) -> None:
+        """Give the rows of each batch slots that follow each other, and sort them by slot."""
+        ...
 
 
 class SessionCaches:
-    """Slots of one cache. A session keeps its slot until another needs it (LRU)."""
+    """Slots of one cache. A session keeps its slot until another needs it (LRU).
 
-    def __init__(self, slots: int) -> None:
-        self._cache = SlotCache()
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
-        self._free_slots = list(range(slots - 1, -1, -1))
+    Args:
+        slots: number of slots.
+        max_length: longest sequence.
+    """
+
+    def __init__(self, slots: int, max_length: int) -> None:
+        self._cache = SlotCache(slots, max_length)
+        self._slots = [Slot(self._cache, number) for number in range(slots)]
+        """By number."""
+        self._sessions: OrderedDict[str, Slot] = OrderedDict()
+        self._free = self._slots[::-1]
+
+    @property
+    def nbytes(self) -> int:
+        """See `Caches`."""
+        return self._cache.nbytes
 
     def open(self, running: RunningRequest) -> None:
         """See `Caches`. A second request of a busy session gets a slot of its own."""
         if running.session in self._sessions and self._sessions[running.session].busy:
             running.session = running.request.request_id
-        session = self._sessions.get(running.session)
-        if session is None:
-            session = self._sessions[running.session] = _Session(self._take_slot())
-        session.busy = True
+        if running.session not in self._sessions:
+            self._sessions[running.session] = self._take_slot()
+        running.slot = slot = self._sessions[running.session]
+        slot.busy = True
         self._sessions.move_to_end(running.session)
         prompt_T = running.request.prompt_tokens
-        running.cache = self._cache
-        running.slot = session.slot
-        running.cached = min(_common_prefix(session.cached_T, prompt_T), len(prompt_T) - 1)
+        slot.cached = min(_common_prefix(slot.idle_T, prompt_T), len(prompt_T) - 1)
 
     def close(self, running: RunningRequest) -> None:
         """See `Caches`. The session keeps its keys and values."""
-        session = self._sessions[running.session]
-        session.busy = False
-        session.cached_T = running.context_T[: running.cached]
+        running.slot.busy = False
+        running.slot.idle_T = running.context_T[: running.cached]
 
     def invalidate(self) -> None:
         """See `Caches`."""
-        for session in self._sessions.values():
-            session.cached_T = session.cached_T[:0]
+        for slot in self._slots:
+            slot.cached, slot.idle_T = 0, slot.idle_T[:0]
 
-    def _take_slot(self) -> int:
-        if self._free_slots:
-            return self._free_slots.pop()
-        oldest = next(name for name, session in self._sessions.items() if not session.busy)
-        return self._sessions.pop(oldest).slot
+    def share(self, requests: Iterable[RunningRequest]) -> list[SharedPrefix]:
+        """See `Caches`.
+
+        The samples of a group have the same prompt. A request waits for another one's forward pass
+        only if that saves at least half of its own work.
+        """
+        requests = list(requests)
+        if all(running.pending < SHORTEST_SHARED for running in requests):
+            return []
+        shared: list[SharedPrefix] = []
+        leader: RunningRequest | None = None
+        # Sorted by the bytes of their tokens, requests with a common prefix are neighbours.
+        for running in sorted(
+            requests, key=lambda r: (r.request.prompt_tokens.tobytes(), -r.cached)
+        ):
+            if leader is not None and running.pending >= SHORTEST_SHARED:
+                context_T = running.context_T
+                end = min(_common_prefix(leader.context_T, context_T), len(context_T) - 1)
+                if 2 * (end - running.cached) >= running.pending:
+                    shared.append(SharedPrefix(leader, running, running.cached, end))
+                    running.cached = end
+                    continue
+            leader = running
+        return shared
+
+    def arrange(self, batches: Iterable[list[RunningRequest]]) -> None:
+        """See `Caches`. Slots of the wrong place are exchanged, so attention reads without gaps."""
+        first = 0
+        for batch in batches:
+            numbers = range(first, first + len(batch))
+            vacant = set(numbers) - {running.slot.number for running in batch}
+            for running in batch:
+                if running.slot.number not in numbers:
+                    self._exchange(running.slot, self._slots[vacant.pop()])
+            batch.sort(key=lambda running: running.slot.number)
+            first = numbers.stop
+
+    def _exchange(self, one: Slot, other: Slot) -> None:
+        self._cache.swap(one.number, other.number, max(one.cached, other.cached))
+        one.number, other.number = other.number, one.number
+        self._slots[one.number], self._slots[other.number] = one, other
+
+    def _take_slot(self) -> Slot:
+        if self._free:
+            return self._free.pop()
+        oldest = next(name for name, slot in self._sessions.items() if not slot.busy)
+        slot = self._sessions.pop(oldest)
+        slot.idle_T = slot.idle_T[:0]
+        return slot
 
 
 class PrivateCaches:
     """A new cache for each request: shapes, strides and alignment depend on that request alone.
 
-    A prefix from an earlier turn would save work. But then evictions and the choice of the engine
-    would decide whether a prompt is computed in one piece or in two, and floating point sums of the
-    two differ in their last bits.
+    A prefix from an earlier turn, or of another request, would save work. But then evictions and
+    the choice of the engine would decide whether a prompt is computed in one piece or in two, and
+    floating point sums of the two differ in their last bits.
+
+    Args:
+        max_length: longest sequence.
     """
+
+    def __init__(self, max_length: int) -> None:
+        self._max_length = max_length
+
+    nbytes = 0
+    """See `Caches`."""
 
     def open(self, running: RunningRequest) -> None:
         """See `Caches`."""
-        running.cache, running.slot, running.cached = SlotCache(slots=1), 0, 0
+        running.slot = Slot(SlotCache(1, self._max_length), 0)
 
     def close(self, running: RunningRequest) -> None:
         """See `Caches`."""
 
     def invalidate(self) -> None:
         """See `Caches`."""
+
+    def share(self, requests: Iterable[RunningRequest]) -> list[SharedPrefix]:  # noqa: ARG002
+        """See `Caches`."""
+        return []
+
+    def arrange(self, batches: Iterable[list[RunningRequest]]) -> None:
+        """See `Caches`. Each batch is one request."""
+
+
+SHORTEST_SHARED = 16
+"""Fewest pending tokens with which a request looks for another one to copy from."""
 
 
 def _common_prefix(a_T: IntArray, b_T: IntArray) -> int:
@@ -250,10 +413,9 @@ def _common_prefix(a_T: IntArray, b_T: IntArray) -> int:
     return int(different[0]) if len(different) else length
 
 
-def _at_least(size: int, needed: int) -> int:
-    while size < needed:
-        size *= 2
-    return size
+def _grown(size: int, needed: int, most: int) -> int:
+    """Return the next size of a storage, which is copied a few times while it grows bit by bit."""
+    return size if size >= needed else max(needed, min(most, size + size // 2))
 
 
 def _mask_rows(one_start: Callable[..., Any], *, added: bool) -> Callable[..., Any]:
@@ -308,13 +470,12 @@ class Forward:
     def __call__(self, batch: Sequence[RunningRequest]) -> tuple[list[int], list[float]]:
         """Return a token and its log-prob for each request.
 
-        All requests of a batch are in one cache, in ascending order of their slots.
+        The slots of a batch follow each other in one cache.
         """
-        cache = batch[0].cache
-        assert cache is not None
+        first = batch[0].slot
         logits_BV = self.logits(
-            cache,
-            [running.slot for running in batch],
+            first.cache,
+            first.number,
             [running.cached for running in batch],
             [running.pending_T for running in batch],
         )
@@ -328,30 +489,24 @@ class Forward:
 
     @torch.inference_mode()
     def logits(
-        self, cache: SlotCache, slots: list[int], cached: list[int], pending: list[IntArray]
+        self, cache: SlotCache, first: int, cached: list[int], pending: list[IntArray]
     ) -> Tensor:
         """Compute pending tokens, and return the logits after the last one of each row, [B, V].
 
         Args:
             cache: holds keys and values of the tokens before, and takes the new ones.
-            slots: slot of each row, ascending.
+            first: slot of the first row; the other rows follow.
             cached: number of tokens that the cache holds of each row.
             pending: the tokens that follow, at least one of each row.
         """
         device = self._device
         pending_B = torch.tensor([len(ids_T) for ids_T in pending])
-        starts_B = torch.tensor(cached)
         width = int(pending_B.max())
         ids_BQ = torch.zeros(len(pending), width, dtype=torch.long)
         for row, ids_T in enumerate(pending):
             ids_BQ[row, : len(ids_T)] = torch.from_numpy(ids_T)
-        positions_BQ = starts_B[:, None] + torch.arange(width)
-        cache.select(
-            torch.tensor(slots, device=device),
-            starts_B.to(device),
-            width,
-            int((starts_B + width).max()),
-        )
+        positions_BQ = torch.tensor(cached)[:, None] + torch.arange(width)
+        cache.select(first, cached, width)
         hidden_BQH = self._decoder(
             input_ids=ids_BQ.to(device),
             position_ids=positions_BQ.to(device),

@@ -13,10 +13,12 @@ vLLM.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import ChainMap
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from agenticrun_workers.inference.transformers.caches import (
     PrivateCaches,
     RunningRequest,
     SessionCaches,
+    SharedPrefix,
 )
 from agenticrun_workers.inference.transformers.parity import check_parity, refuse_states
 from agenticrun_workers.models.heads import UnsupportedModel
@@ -40,6 +43,8 @@ from agenticrun_workers.models.pretrained import ModelLoadError
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 from agenticrun_workers.weights.buckets import SafetensorsReader
 from agenticrun_workers.weights.collective import WeightGroup
+
+log = logging.getLogger(__name__)
 
 
 class TransformersEngine:
@@ -92,6 +97,7 @@ class TransformersEngine:
         self._computed = self._prefilling = 0
         """As in `EngineStats`; changed in the engine's thread."""
         self._load_meter = LoadMeter(max_sessions)
+        self._logged_bytes = 0
 
     async def start(self) -> None:
         """See `InferenceEngine`."""
@@ -212,6 +218,9 @@ class TransformersEngine:
         self._check_running()
         held = sum(running.cached for running in self._running.values())
         self._load_meter.poll_kv(held / (self._max_sessions * self._max_length))
+        if (size := self._caches.nbytes) > self._logged_bytes:
+            log.info("keys and values of sessions take %.1f MiB", size / 2**20)
+            self._logged_bytes = size
 
     async def stop(self) -> None:
         """See `InferenceEngine`."""
@@ -230,7 +239,9 @@ class TransformersEngine:
         return model, forward
 
     def _new_caches(self) -> Caches:
-        return PrivateCaches() if self._batch_invariant else SessionCaches(self._max_sessions)
+        if self._batch_invariant:
+            return PrivateCaches(self._max_length)
+        return SessionCaches(self._max_sessions, self._max_length)
 
     @asynccontextmanager
     async def _updating(self, version: int) -> AsyncIterator[None]:
@@ -284,15 +295,10 @@ class TransformersEngine:
                 await asyncio.sleep(0)
                 async with self._between_steps:
                     if self._open.is_set() and self._ready.is_set():
-                        self._admit()
-                        batches = in_batches(
-                            self._running.values(),
-                            self._max_step_tokens,
-                            one_by_one=self._batch_invariant,
-                        )
+                        step = self._next_step()
                         with self._load_meter.running(len(self._running)):
-                            results = await self._in_thread(self._forward, batches)
-                        for batch, sampled in zip(batches, results, strict=True):
+                            results = await self._in_thread(self._forward, step)
+                        for batch, sampled in zip(step.batches, results, strict=True):
                             self._deliver(batch, *sampled)
         except Exception as error:
             for running in [*self._waiting.values(), *self._running.values()]:
@@ -300,29 +306,44 @@ class TransformersEngine:
                     running.done.set_exception(EngineError(f"the engine failed: {error}"))
             raise
 
-    def _admit(self) -> None:
-        """Admit waiting requests to the next step."""
+    def _next_step(self) -> Step:
+        """Admit waiting requests, and return the batches of the next step."""
+        admitted = []
         while self._waiting and len(self._running) < self._max_sessions:
             request_id = min(self._waiting, key=lambda each: self._waiting[each].request.priority)
             running = self._waiting.pop(request_id)
             if running.done.done():
                 continue
             self._caches.open(running)
-            self._prompted += running.pending
             self._running[request_id] = running
+            admitted.append(running)
+        shared = self._caches.share(self._running.values())
+        self._prompted += sum(running.pending for running in admitted)
+        leaders = {prefix.leader for prefix in shared if not prefix.computed}
+        others = [running for running in self._running.values() if running not in leaders]
+        return Step(self._batches(leaders), shared, self._batches(others))
 
-    def _forward(self, batches: list[list[RunningRequest]]) -> list[tuple[list[int], list[float]]]:
+    def _batches(self, requests: Collection[RunningRequest]) -> list[list[RunningRequest]]:
+        return in_batches(requests, self._max_step_tokens, one_by_one=self._batch_invariant)
+
+    def _forward(self, step: Step) -> list[tuple[list[int], list[float]]]:
         """Compute the pending tokens of each request and sample its next one.
 
         Runs in the engine's thread, once for all batches.
         """
-        results = []
-        for batch in batches:
-            self._prefilling = len(batch) * max(running.pending for running in batch)
-            results.append(self._compute(batch))
-            self._computed += self._prefilling
-            self._prefilling = 0
-        return results
+        # Requests that were decoded in the last step come first: they have the first slots.
+        self._caches.arrange([*step.others, *step.leaders])
+        results = [self._forward_batch(batch) for batch in step.leaders]
+        for prefix in step.shared:
+            prefix.copy()
+        return results + [self._forward_batch(batch) for batch in step.others]
+
+    def _forward_batch(self, batch: list[RunningRequest]) -> tuple[list[int], list[float]]:
+        self._prefilling = len(batch) * max(running.pending for running in batch)
+        sampled = self._compute(batch)
+        self._computed += self._prefilling
+        self._prefilling = 0
+        return sampled
 
     def _deliver(
         self, batch: list[RunningRequest], tokens: list[int], logprobs: list[float]
@@ -348,6 +369,22 @@ class TransformersEngine:
         running.finish(reason)
 
 
+@dataclass(frozen=True)
+class Step:
+    """What the engine computes at once: one token of each request."""
+
+    leaders: list[list[RunningRequest]]
+    """Batches of requests whose keys and values others copy."""
+    shared: list[SharedPrefix]
+    """Copied between `leaders` and `others`."""
+    others: list[list[RunningRequest]]
+
+    @property
+    def batches(self) -> list[list[RunningRequest]]:
+        """All batches, in the order in which they are computed."""
+        return self.leaders + self.others
+
+
 def in_batches(
     requests: Iterable[RunningRequest], max_tokens: int, *, one_by_one: bool
 ) -> list[list[RunningRequest]]:
@@ -361,7 +398,7 @@ def in_batches(
     if one_by_one:
         return [[running] for running in requests]
     batches: list[list[RunningRequest]] = []
-    for running in sorted(requests, key=lambda r: (r.pending, r.slot)):
+    for running in sorted(requests, key=lambda r: (r.pending, r.slot.number)):
         last = batches[-1] if batches else []
         fits = bool(last) and (len(last) + 1) * running.pending <= max_tokens
         if (
@@ -372,7 +409,7 @@ def in_batches(
             last.append(running)
         else:
             batches.append([running])
-    return [sorted(batch, key=lambda r: r.slot) for batch in batches]
+    return batches
 
 
 class EngineWeights:

@@ -45,7 +45,7 @@ def refuse_states(model: PreTrainedModel) -> None:
 def check_parity(model: PreTrainedModel, forward: Forward, max_length: int) -> None:
     """Compare the engine's computation with a plain forward pass of its model.
 
-    Two sequences of different lengths are computed in slots with a gap between them: a prompt, a
+    Two sequences of different lengths are computed in slots behind an empty one: a prompt, a
     second turn, and two single tokens. The longer one exceeds the model's window, if it is at most
     `LONGEST - BEYOND` tokens.
 
@@ -75,12 +75,12 @@ def check_parity(model: PreTrainedModel, forward: Forward, max_length: int) -> N
         forward.plain_logits(ids_T[: ends_E[-1]], ends_E)
         for ids_T, ends_E in zip(ids_2T, ends_2E, strict=True)
     ]
-    cache, cached = SlotCache(slots=1), [0, 0]
+    cache, cached = SlotCache(3, length), [0, 0]
     gaps: list[float] = []
     for turn, ends in enumerate(zip(*ends_2E, strict=True)):
         pending = [ids_T[start:end] for ids_T, start, end in zip(ids_2T, cached, ends, strict=True)]
         try:
-            logits_2V = forward.logits(cache, [0, 2], cached, pending)
+            logits_2V = forward.logits(cache, 1, cached, pending)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # what a model does with a cache that it does not know
