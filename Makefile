@@ -117,7 +117,7 @@ drills: setup ## Slow fault drills (tier two of docs/testing.md)
 	@AGENTICRUN_PROCESS_FAULTS=50 $(BIN)/pytest -q --timeout 3600 tests/integration/driver/test_process_faults.py
 	@AGENTICRUN_ENGINE_FAULTS=50 $(BIN)/pytest -q tests/unit/rollout/test_engine_faults.py
 	@AGENTICRUN_SERVER_FAULTS=1 $(BIN)/pytest -q -s --timeout 7200 tests/integration/inference/test_server_faults.py
-	@AGENTICRUN_SERVER_FAULTS=1 AGENTICRUN_DRILLS_TABLE=docs/drills.md $(BIN)/pytest -q -s --timeout 7200 tests/integration/inference/test_faulty_servers.py
+	@AGENTICRUN_SERVER_FAULTS=1 AGENTICRUN_DRILLS_TABLE=benchmarks/results/bad-answers.md $(BIN)/pytest -q -s --timeout 7200 tests/integration/inference/test_faulty_servers.py
 	@$(BIN)/python benchmarks/soak.py
 	@AGENTICRUN_DETERMINISTIC_KILLS=20 $(BIN)/pytest -q tests/integration/local/test_deterministic.py
 	@AGENTICRUN_E2E_OPERATOR_DOWN_SECONDS=300 $(BIN)/pytest -q tests/e2e/test_run.py

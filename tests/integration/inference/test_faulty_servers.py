@@ -3,7 +3,7 @@
 A drill of minutes for each engine: `make drills` sets AGENTICRUN_SERVER_FAULTS=1. Each fault begins
 at a random moment of a step. AGENTICRUN_FAULT_SEED repeats the order of the faults,
 AGENTICRUN_FAULT_NAMES=RESET,SLOW chooses some. With
-AGENTICRUN_DRILLS_TABLE=docs/drills.md the results go into that page.
+AGENTICRUN_DRILLS_TABLE=benchmarks/results/bad-answers.md the results go into that page.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class SameWeights:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table in docs/drills.md."""
+    """One line of the table in benchmarks/results/bad-answers.md."""
 
     drill: str
     date: str

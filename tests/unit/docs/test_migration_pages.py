@@ -33,8 +33,12 @@ from agenticrun_workers.types import (
 
 ROOT = Path(__file__).parents[3]
 ROLL, FILES, AREAL = (
-    (ROOT / f"docs/{name}.md").read_text()
-    for name in ("migrate-from-roll", "migrate-from-roll-files", "migrate-from-areal")
+    (ROOT / page).read_text()
+    for page in (
+        "docs/migrate-from-roll.md",
+        "benchmarks/results/roll-files.md",
+        "docs/migrate-from-areal.md",
+    )
 )
 FEEDBACK = "Unfortunately your answer is wrong. Let's try again."
 TOKENIZER = build_task_tokenizer(
@@ -176,10 +180,10 @@ def test_the_figures_of_roll_s_files_are_those_of_the_rows() -> None:
     ]
     valid, steps = sum(row[1] == "yes" for row in rows), sum(row[2] != "no" for row in rows)
     ready, lines = sum(row[4] == "0" for row in rows), sum(int(row[3] or 0) for row in rows)
-    person, unread = sum(row[4] == "3" for row in rows), sum(row[4] == "64" for row in rows)
+    undecided, unread = sum(row[4] == "3" for row in rows), sum(row[4] == "64" for row in rows)
     assert (
         f"{len(rows)} files: {valid} validate, {steps} train their first step, {ready} are ready, "
-        f"{person} have lines for a person ({lines} lines), {unread} cannot be read."
+        f"{undecided} have lines to decide ({lines} lines), {unread} cannot be read."
     ) in FILES
     assert len(re.findall(r"^  - ", FILES, re.M)) == lines + unread
     assert f"each of the {len(rows)} agentic files" in ROLL
