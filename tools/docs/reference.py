@@ -2,8 +2,8 @@
 
     python tools/docs/reference.py > docs/reference.md
 
-Each mapping of the spec becomes a section with a table: field, type, default, constraints, and the
-docstring under the field. The tables come from the CRD's schema, so they cannot say anything that
+Each mapping of the spec becomes a section with a list: field, type, default, constraints, and the
+docstring under the field. The lists come from the CRD's schema, so they cannot say anything that
 the apiserver does not enforce.
 """
 
@@ -105,16 +105,9 @@ def _section(path: str, node: Schema, same: str | None) -> str:
         anchor = re.sub(r"[^a-z0-9_-]", "", same.lower())
         return "\n".join([*lines, f"The fields are those of [`{same}`](#{anchor}).", ""])
     required = set(node.get("required", ()))
-    lines += ["| field | type | default | constraints | meaning |", "|---|---|---|---|---|"]
     for name, child in node["properties"].items():
-        cells = (
-            f"`{name}`",
-            _type(child),
-            _default(child, name in required),
-            _constraints(child),
-            _meaning(child),
-        )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        facts = [_type(child), _bounds(child), _default(child, name in required)]
+        lines.append(f"- `{name}` ({', '.join(filter(None, facts))}): {_meaning(child)}")
     if rules := node.get(_RULES, ()):
         lines += ["", "Rules:", "", *_joined(rule["message"] for rule in rules)]
     return "\n".join([*lines, ""])
@@ -133,6 +126,8 @@ def _joined(messages: Iterable[str]) -> Iterator[str]:
 def _type(node: Schema) -> str:
     if node.get("x-kubernetes-int-or-string"):
         return "quantity"
+    if "enum" in node:
+        return " or ".join(f"`{value}`" for value in node["enum"])
     if "items" in node:
         return f"list of {_type(node['items'])}"
     if "properties" in node:
@@ -145,16 +140,12 @@ def _type(node: Schema) -> str:
 def _default(node: Schema, required: bool) -> str:
     if required:
         return "**required**"
-    if "default" not in node:
+    if "default" not in node or "properties" in node:
         return ""
-    if "properties" in node:
-        return "below"
-    return ", ".join([f"`{json.dumps(node['default'])}`", *node.get(_OTHER_DEFAULTS, ())])
+    return ", ".join([f"default `{json.dumps(node['default'])}`", *node.get(_OTHER_DEFAULTS, ())])
 
 
-def _constraints(node: Schema) -> str:
-    if "enum" in node:
-        return ", ".join(f"`{value}`" for value in node["enum"])
+def _bounds(node: Schema) -> str:
     found = []
     for key, text in _BOUNDS:
         if key in node:
