@@ -17,7 +17,6 @@ from typing import Any
 
 from agenticrun_api import names
 from agenticrun_api.crd import COLUMNS, custom_resource_definition
-from agenticrun_api.status import ConditionType, Phase, Reason
 
 Schema = dict[str, Any]
 
@@ -27,7 +26,6 @@ _BOUNDS = (
     ("minItems", "≥ {} items"),
     ("maxItems", "≤ {} items"),
     ("maxProperties", "≤ {} keys"),
-    ("minLength", "not empty"),
     ("maxLength", "≤ {} characters"),
     ("pattern", "`{}`"),
 )
@@ -58,7 +56,7 @@ def reference() -> str:
             fields = json.dumps([node.get(key) for key in ("properties", "required", _RULES)])
             parts.append(_section(path, node, shown.get(fields)))
             shown.setdefault(fields, path)
-    parts += [_columns(), _vocabulary()]
+    parts.append(_columns())
     return "\n".join(parts)
 
 
@@ -102,15 +100,26 @@ def _section(path: str, node: Schema, same: str | None) -> str:
     if path.endswith(".podTemplate.spec"):
         lines += ["Only fields with rules are listed; every field of a pod is accepted.", ""]
     if same:
-        anchor = re.sub(r"[^a-z0-9_-]", "", same.lower())
-        return "\n".join([*lines, f"The fields are those of [`{same}`](#{anchor}).", ""])
+        return "\n".join([*lines, f"The fields are those of [`{same}`]({_anchor(same)}).", ""])
     required = set(node.get("required", ()))
     for name, child in node["properties"].items():
-        facts = [_type(child), _bounds(child), _default(child, name in required)]
-        lines.append(f"- `{name}` ({', '.join(filter(None, facts))}): {_meaning(child)}")
+        facts = [_type(child)]
+        if path.startswith("spec"):  # only the operator writes the status, within its bounds
+            facts += [_bounds(child), _default(child, name in required)]
+        meaning = _meaning(child)
+        if "properties" in child:  # its section says what it is
+            facts[0], meaning = f"[mapping]({_anchor(f'{path}.{name}')})", ""
+        lines.append(
+            f"- `{name}` ({', '.join(filter(None, facts))})" + f": {meaning}" * bool(meaning)
+        )
     if rules := node.get(_RULES, ()):
         lines += ["", "Rules:", "", *_joined(rule["message"] for rule in rules)]
     return "\n".join([*lines, ""])
+
+
+def _anchor(path: str) -> str:
+    """Return the address of a section, as GitHub makes it."""
+    return "#" + re.sub(r"[^a-z0-9_-]", "", path.lower())
 
 
 def _joined(messages: Iterable[str]) -> Iterator[str]:
@@ -140,7 +149,7 @@ def _type(node: Schema) -> str:
 def _default(node: Schema, required: bool) -> str:
     if required:
         return "**required**"
-    if "default" not in node or "properties" in node:
+    if node.get("default") in (None, [], {}) or "properties" in node:
         return ""
     return ", ".join([f"default `{json.dumps(node['default'])}`", *node.get(_OTHER_DEFAULTS, ())])
 
@@ -165,24 +174,11 @@ def _meaning(node: Schema) -> str:
 
 
 def _columns() -> str:
-    lines = [
-        "## Columns of `kubectl get agenticruns`",
-        "",
-        "| column | from | shown |",
-        "|---|---|---|",
+    columns = [
+        f"{name.upper()} (`{path}`{', with `-o wide`' if wide else ''})"
+        for name, _, path, wide in COLUMNS
     ]
-    lines += [
-        f"| {name.upper()} | `{path}` | {'with `-o wide`' if priority else 'always'} |"
-        for name, _, path, priority in COLUMNS
-    ]
-    return "\n".join([*lines, ""])
-
-
-def _vocabulary() -> str:
-    lines = ["## Words of the status", ""]
-    for title, words in (("Phases", Phase), ("Conditions", ConditionType), ("Reasons", Reason)):
-        lines.append(f"- {title}: " + ", ".join(f"`{word}`" for word in words))
-    return "\n".join([*lines, ""])
+    return "\n".join(["## Columns of `kubectl get agenticruns`", "", ", ".join(columns) + ".", ""])
 
 
 def main() -> None:
