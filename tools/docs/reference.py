@@ -108,7 +108,8 @@ def _section(path: str, node: Schema, same: str | None) -> str:
             facts += [_bounds(child), _default(child, name in required)]
         meaning = _meaning(child)
         if "properties" in child:  # its section says what it is
-            facts[0], meaning = f"[mapping]({_anchor(f'{path}.{name}')})", ""
+            section = "<role>" if path == "spec.roles" else name
+            facts[0], meaning = f"[mapping]({_anchor(f'{path}.{section}')})", ""
         lines.append(
             f"- `{name}` ({', '.join(filter(None, facts))})" + f": {meaning}" * bool(meaning)
         )
