@@ -24,9 +24,6 @@ _BOUNDS = (
     ("minimum", "≥ {}"),
     ("maximum", "≤ {}"),
     ("minItems", "≥ {} items"),
-    ("maxItems", "≤ {} items"),
-    ("maxProperties", "≤ {} keys"),
-    ("maxLength", "≤ {} characters"),
     ("pattern", "`{}`"),
 )
 
@@ -43,7 +40,7 @@ Generated from `crds/agenticrun_api` by `make generate`. Do not edit.
 The name has at most {names.MAX_NAME_LENGTH} lower-case letters, digits and `-`,
 and begins with a letter. An unknown field is refused (`kubectl apply` validates strictly).
 Choices are in CamelCase, as in Kubernetes (`Colocated`); terms of papers and libraries are in lower
-case (`grpo`, `bfloat16`).
+case (`grpo`, `bfloat16`). Limits on the lengths of texts and lists are in the CRD.
 """
 
 
