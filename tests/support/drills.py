@@ -18,11 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import psutil
 
 from agenticrun_api import Role
-from agenticrun_api.names import GROUP, LABEL_ROLE, PLURAL, VERSION
+from agenticrun_api.names import GROUP, LABEL_ROLE, LABEL_RUN, PLURAL, VERSION
 from agenticrun_workers.driver.checkpoints import folder_of
 from installation import SYSTEM
 from testcluster import Cluster
@@ -374,7 +375,8 @@ class Recorder:
     def _sample(self) -> Sample:
         namespace = self._runs.namespace
         run = self._get(f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{PLURAL}/{self._name}")
-        pods = self._get(f"/api/v1/namespaces/{namespace}/pods")
+        labelled = f"labelSelector={quote(f'{LABEL_RUN}={self._name}')}"
+        pods = self._get(f"/api/v1/namespaces/{namespace}/pods?{labelled}")
         operators = self._get(f"/api/v1/namespaces/{SYSTEM}/pods")
         if run is not None and not self._folders:
             self._folders = _checkpoint_folders(self._get("/api/v1/persistentvolumes"), namespace)

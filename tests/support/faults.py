@@ -793,7 +793,9 @@ def manifests_applied_again(site: Site) -> Iterator[None]:
     before = (system.get("secret", key) or {})["data"]
     for _ in range(2):
         words = ("template", RELEASE, _CHART, "-n", system.namespace, "-f", "-")
-        system.kubectl("apply", "-f", "-", stdin=system.command("helm", *words, stdin=values))
+        rendered = system.command("helm", *words, stdin=values)
+        apply = ("apply", "--server-side", "--force-conflicts", "-f", "-")
+        system.command("kubectl", *apply, stdin=rendered)
         site.operator.wait_ready()
     assert (system.get("secret", key) or {})["data"] == before, "the key was rotated"
     yield
@@ -816,8 +818,9 @@ def leader_lost(number: signal.Signals) -> Fault:
         system = site.operator.system
 
         def holder() -> str:
-            (lease,) = system.list("leases")
-            return str(lease["spec"]["holderIdentity"])
+            listed = json.loads(system.kubectl("get", "leases", "-A", "-o", "json"))["items"]
+            held = (lease["spec"].get("holderIdentity", "") for lease in listed)
+            return next((name for name in held if name.startswith(f"{RELEASE}-")), "")
 
         before = holder()
         (uid,) = {
