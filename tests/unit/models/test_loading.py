@@ -46,6 +46,13 @@ def test_a_mixture_of_experts_is_refused(model_type: str, tmp_path: Path) -> Non
         load_model(str(tmp_path))
 
 
+@pytest.mark.parametrize("model_type", ["bart", "whisper", "t5gemma"])
+def test_a_model_with_an_encoder_is_refused(model_type: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=rf"an encoder besides its decoder \({model_type}\)"):
+        load_config(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [

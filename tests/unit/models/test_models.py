@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
 from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.errors import InvalidConfig
@@ -23,6 +23,7 @@ from agenticrun_workers.models.tokenizer import (
     load_tokenizer,
     words_of,
 )
+from agenticrun_workers.trainer.modules import ValueModule
 from agenticrun_workers.types import Stream
 
 WORDS = ("P", "_", "O", "G", "\n", "Left", "Down", "Right", "Up")
@@ -178,15 +179,61 @@ def test_a_tokenizer_without_chat_template_is_refused(tmp_path: Path) -> None:
         load_tokenizer(TokenizerSource(str(tmp_path)))
 
 
-def test_a_model_that_changes_its_logits_after_the_output_layer_is_refused() -> None:
+def tiny_gemma2(soft_capping: float | None) -> Any:
     config = Gemma2Config(
         vocab_size=32,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
-        num_key_value_heads=2, head_dim=8, final_logit_softcapping=0.01,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
+        num_key_value_heads=2,
+        head_dim=8,
+        final_logit_softcapping=soft_capping,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("soft_capping", [0.01, 30.0, 1000.0])
+def test_soft_capping_is_found_although_it_hardly_changes_small_logits(soft_capping: float) -> None:
+    model = tiny_gemma2(soft_capping)
     with pytest.raises(UnsupportedModel, match="soft-capping"):
         split_model(model)
+    with pytest.raises(UnsupportedModel, match="soft-capping"):
+        split_model(model.bfloat16())
+    split_model(tiny_gemma2(None).bfloat16())
+
+
+def test_a_layer_between_decoder_and_output_layer_is_refused() -> None:
+    config = AutoConfig.for_model(
+        "modernbert-decoder",
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+    )
+    with pytest.raises(UnsupportedModel, match="between its decoder and its output layer"):
+        split_model(AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
+    config = AutoConfig.for_model(
+        "bert-generation",
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for use in (split_model, ValueModule):
+        with pytest.raises(UnsupportedModel, match="attend to later ones"):
+            use(model)
+    config.is_decoder = True
+    split_model(AutoModelForCausalLM.from_config(config).eval())

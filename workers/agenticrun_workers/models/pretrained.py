@@ -34,6 +34,9 @@ EXPERTS = re.compile(r"(^|\.)(router|router_gate|\w*experts?)(\.|$)")
 """Names of layers that only a mixture of experts has. The counts in a config say nothing: many
 classes of dense models have a default for them."""
 
+OTHER_MODALITIES = {"vision_config", "audio_config"}
+"""Parts of configs of models that read more than text, although they are language models."""
+
 FINITE_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 """Quantised weights are not checked: torch cannot compare them."""
 
@@ -48,7 +51,12 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     with _naming(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     text = config.get_text_config(decoder=True)
-    if text is not config:
+    if config.is_encoder_decoder:
+        raise ModelLoadError(
+            f"{path} has an encoder besides its decoder ({config.model_type}), which is not "
+            "offered: train a model that has only a decoder"
+        )
+    if text is not config or OTHER_MODALITIES & config.sub_configs.keys():
         raise ModelLoadError(
             f"{path} is a model of several modalities ({config.model_type}), which is not offered "
             "yet: train a text-only model, such as the language model that it was built from"
@@ -70,6 +78,13 @@ def _has_experts(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
         log.debug("no model can be made from the config alone: %r", error)
         return False
     return any(EXPERTS.search(name) for name, _ in model.named_modules())
+
+
+def has_attention(config: PretrainedConfig) -> bool:
+    """Return False for models whose layers are all recurrent, such as Mamba, RWKV and xLSTM."""
+    name = "num_attention_heads"
+    parts = [config, *(getattr(config, part) for part in config.sub_configs)]
+    return any(name in part.to_dict() or name in part.attribute_map for part in parts)
 
 
 MAKING = threading.Lock()
@@ -102,6 +117,8 @@ def load_model(
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     check_weights(path)
+    if not has_attention(config):
+        attn_implementation = "eager"  # the only name that transformers accepts then
     with _naming(path), MAKING:
         model: PreTrainedModel
         model, report = AutoModelForCausalLM.from_pretrained(

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from agenticrun_workers.models.heads import UnsupportedModel, split_model
+from agenticrun_workers.models.heads import (
+    UnsupportedModel,
+    decoder_of,
+    require_causal,
+    split_model,
+)
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS, score
 from agenticrun_workers.trainer.micro_batch import MicroBatch
 
@@ -85,7 +90,7 @@ class PolicyModule(nn.Module):
 
     @property
     def decoder(self) -> PreTrainedModel:
-        return self.model.get_decoder()
+        return decoder_of(self.model)
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Compute log-probs of the selected tokens and entropies of their distributions.
@@ -108,11 +113,15 @@ class ValueModule(nn.Module):
     """The decoder of a causal language model with a linear value head.
 
     The head starts at zero, so the first value of every text is 0.
+
+    Raises:
+        UnsupportedModel: tokens attend to later ones.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.decoder: PreTrainedModel = model.get_decoder()
+        self.decoder: PreTrainedModel = decoder_of(model)
+        require_causal(self.decoder)
         self.sequences: Sequences = FullSequences()
         parameter = next(self.decoder.parameters())
         size: int = model.config.get_text_config().hidden_size

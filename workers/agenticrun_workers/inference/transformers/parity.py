@@ -8,15 +8,17 @@ slots and compares the logits with a plain forward pass.
 from __future__ import annotations
 
 import logging
+from inspect import signature
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from agenticrun_workers.inference.transformers.caches import Forward, SlotCache
-from agenticrun_workers.models.heads import UnsupportedModel
+from agenticrun_workers.models.heads import UnsupportedModel, decoder_of
+from agenticrun_workers.models.pretrained import has_attention
 
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+STATELESS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Kinds of layers that need nothing but the keys and values of earlier tokens."""
 BEYOND = 32
 """Tokens of the probe after a window. Without a window the probe has twice as many."""
@@ -24,7 +26,32 @@ LONGEST = 1024
 """Most tokens of the probe: with more, a large model on a CPU would take minutes."""
 SHORTEST = 8
 """Fewest tokens of the probe: two turns and two single tokens."""
-OTHER_ENGINES = "set pipeline.actorInfer.strategy.name: vllm or sglang"
+OTHER_ENGINES = {
+    "bamba": (),
+    "blt": (),
+    "falcon": ("vllm",),
+    "falcon_h1": ("vllm", "sglang"),
+    "falcon_mamba": ("vllm", "sglang"),
+    "gpt_neo": (),
+    "gpt_neox_japanese": (),
+    "granitemoehybrid": ("vllm", "sglang"),
+    "jamba": ("vllm",),
+    "lfm2": ("vllm", "sglang"),
+    "lfm3": (),
+    "mamba": ("vllm", "sglang"),
+    "mamba2": ("vllm", "sglang"),
+    "nemotron_h": ("vllm", "sglang"),
+    "olmo_hybrid": ("vllm",),
+    "openai-gpt": (),
+    "qwen3_5_text": ("vllm", "sglang"),
+    "reformer": (),
+    "rwkv": (),
+    "trocr": (),
+    "zamba": (),
+    "zamba2": ("vllm",),
+}
+"""Engines that serve the types of models that this one refuses; a test compares the table with the
+engines' own lists."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +59,23 @@ logger = logging.getLogger(__name__)
 def refuse_states(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModel` if layers keep a state besides keys and values."""
     config = model.config.get_text_config(decoder=True)
+    if not has_attention(config):
+        raise UnsupportedModel(
+            f"{config.model_type} has no attention layers, and the engine transformers keeps "
+            f"nothing but keys and values: {other_engines(config.model_type)}"
+        )
     kinds = getattr(config, "layer_types", None) or []
-    states = [kind for kind in kinds if kind not in ATTENTION]
+    states = [kind for kind in kinds if kind not in STATELESS]
     if states or (not kinds and model._is_stateful):
         kind = states[0].replace("_", "-") if states else "recurrent"
         raise UnsupportedModel(
             f"{config.model_type} has {kind} layers, whose state the engine transformers does not "
-            f"keep: {OTHER_ENGINES}"
+            f"keep: {other_engines(config.model_type)}"
+        )
+    if "past_key_values" not in signature(decoder_of(model).forward).parameters:
+        raise UnsupportedModel(
+            f"{config.model_type} cannot continue from keys and values of earlier tokens, as the "
+            f"engine transformers does: {other_engines(config.model_type)}"
         )
 
 
@@ -86,7 +123,7 @@ def check_parity(model: PreTrainedModel, forward: Forward, max_length: int) -> N
         except Exception as error:  # what a model does with a cache that it does not know
             raise UnsupportedModel(
                 f"{config.model_type} cannot compute with the cache of the engine transformers "
-                f"({error}): {OTHER_ENGINES}"
+                f"({error}): {other_engines(config.model_type)}"
             ) from error
         gaps += [
             _gap(plain_EV[turn], row_V)
@@ -96,11 +133,25 @@ def check_parity(model: PreTrainedModel, forward: Forward, max_length: int) -> N
     gap, allowed = float(np.max(gaps)), tolerance(model.dtype)
     logger.info("engine and model differ by %.2g nats over %d tokens", gap, length)
     if not gap <= allowed:
+        reason = (
+            ""
+            if "position_ids" in signature(decoder_of(model).forward).parameters
+            else ", because it does not take positions, which differ between requests of a batch"
+        )
         raise UnsupportedModel(
             f"{config.model_type}: the engine transformers computes another model than a plain "
-            f"forward pass: log-probs differ by {gap:.2g} nats, rounding allows {allowed:.2g}: "
-            f"{OTHER_ENGINES}"
+            f"forward pass{reason}: log-probs differ by {gap:.2g} nats, rounding allows "
+            f"{allowed:.2g}: "
+            f"{other_engines(config.model_type)}"
         )
+
+
+def other_engines(model_type: str) -> str:
+    """Return what to do about a model that this engine refuses."""
+    engines = OTHER_ENGINES.get(model_type, ("vllm", "sglang"))
+    if not engines:
+        return "vllm and sglang do not serve it either, so train another model"
+    return f"set spec.pipeline.actorInfer.strategy.name: {' or '.join(engines)}"
 
 
 def tolerance(dtype: torch.dtype) -> float:
