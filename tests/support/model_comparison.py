@@ -147,7 +147,7 @@ CASES = (
     Case("cpmant", options={"dim_head": 8, "dim_ff": 48, "prompt_length": 2}),
     Case("ctrl", options={"dff": 48}),
     Case("doge", "mixture of experts", {"is_moe": True}),
-    Case("dots1", options={"n_routed_experts": 4, "moe_intermediate_size": 16}),
+    Case("dots1", options={"n_routed_experts": 4, "n_shared_experts": 1}),
     Case("falcon", "ALiBi", {"alibi": True}, reference="sdpa"),
     Case("falcon", "grouped heads", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     Case("falcon_h1", options={"mamba_d_ssm": 64}),
@@ -165,6 +165,7 @@ CASES = (
     Case("jamba", "one expert", {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1}),
     Case("lfm2", "attention only", {"layer_types": ["full_attention"] * 4}),
     Case("lfm2", "with convolution", {"layer_types": CONV}),
+    Case("lfm2_moe", options={"layer_types": CONV}),
     Case("llama", "unused window", {"sliding_window": WINDOW, "attention_chunk_size": WINDOW}),
     Case("llama", "tied", {"tie_word_embeddings": True}),
     Case("llama", "llama3 rope", {"rope_parameters": {
