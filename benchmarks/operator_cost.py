@@ -264,7 +264,7 @@ async def measure_looks(figures: dict[str, float], seconds: float, rounds: int) 
 
 
 async def measure_waits(figures: dict[str, float]) -> None:
-    """Measure runs that cannot go on."""
+    """Measure runs that cannot continue."""
     minute = 60.0
     world = CountingWorld()
     operator = world.start()

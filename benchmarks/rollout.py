@@ -152,7 +152,7 @@ TRAINING_SECONDS = TRAINING_SHARE * float(np.mean([ideal_seconds(step) for step 
 
 
 def oracle_seconds(steps: int, staleness: int, parts: int = 1) -> float:
-    """Return a lower bound of the time of these steps for whoever knows all scripts.
+    """Return a lower bound of the time of these steps for a schedule that knows all scripts.
 
     The groups of step v may begin when the engines have version v - staleness, as for us. From then
     on the last of them ends no earlier than the longest episode, and no earlier than engines that
@@ -554,7 +554,7 @@ async def hand_over(agent: str, episodes: int, seconds: float, traced: bool) -> 
         agent: type of the agent.
         episodes: number of them.
         seconds: duration of each measurement.
-        traced: record a trace meanwhile.
+        traced: record a trace during the measurement.
 
     Returns:
         `rate` of hand-offs per second, `mib` of the process at its largest, and with the endless

@@ -205,7 +205,7 @@ class Soak:
         self._rng = rng
         self._began = time.monotonic()
         self._pids: dict[str, int] = {}
-        """Process ids of those that live from the beginning to the end."""
+        """Process ids of the processes that live from the beginning to the end."""
         self.series: dict[str, Series] = defaultdict(Series)
         self.faults: list[tuple[float, str, str]] = []
         """Seconds since the beginning, class of the actor, signal."""

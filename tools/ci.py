@@ -161,7 +161,7 @@ def check(stages: Stages) -> None:
 def test(stages: Stages, *, own_cluster: bool) -> None:
     """Run the stages, but none that needs an earlier one which failed.
 
-    Tests on the cluster mostly wait, so they run beside those that mostly compute. Ray gives up if
+    Tests on the cluster mostly wait, so they run beside tests that mostly compute. Ray gives up if
     it takes half a minute to start: e2e and integration tests together would starve it.
 
     Args:

@@ -183,7 +183,7 @@ def watch(kubectl: Kubectl, name: str, steps: Steps) -> str:
     """Show the status of the run until it finishes; return its phase.
 
     Raises:
-        CannotPass: an object of the run reports, before it trains, what does not go away by itself.
+        CannotPass: an object of the run reports, before it trains, a problem that stays.
     """
     curve: dict[int, float] = {}
     shown, note, stage = "", "", ""

@@ -192,7 +192,7 @@ def shared_caches(environment: Mapping[str, str], home: Path) -> dict[str, Path]
 def alive_processes(name: str, proc: Path = Path("/proc")) -> list[str]:
     """Return the processes of AgenticRun that are alive, of any clone.
 
-    Those that run us do not count, nor do those of pods: `alive_runs` tells which runs go on.
+    Our own parents do not count, nor do processes of pods: `alive_runs` finds running runs.
 
     Args:
         name: of the cluster, and of the cgroup of its pods.
@@ -251,7 +251,7 @@ def disk_usage(path: Path) -> int:
             sizes[info.st_dev, info.st_ino] = info.st_blocks * 512
             if stat.S_ISDIR(info.st_mode) and not os.path.ismount(entry):
                 waiting += [Path(found) for found in os.scandir(entry)]
-        except OSError:  # it went meanwhile
+        except OSError:  # it is already gone
             continue
     return sum(sizes.values())
 

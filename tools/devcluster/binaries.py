@@ -34,7 +34,7 @@ class GoProgram:
 
     Attributes:
         name: of the folder below go/, and of the program.
-        typical_seconds: for a build on two cores with nothing cached; shown meanwhile.
+        typical_seconds: for a build on two cores with nothing cached; shown while it builds.
         package: what to build: "." or a package of a required module.
         variables: linker variables, for the versions that programs print.
         links: further names of the file; kube-all runs the command that it is called by.
@@ -130,7 +130,7 @@ class Binaries:
         return self._root / "current"
 
     def build(self, programs: Sequence[GoProgram] = PROGRAMS) -> None:
-        """Build what is missing, one program at a time: the compiler uses every core by itself.
+        """Build what is missing, one program at a time: the compiler already uses every core.
 
         Raises:
             DevclusterError: there is no usable Go, or a build failed.

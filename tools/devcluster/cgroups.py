@@ -75,7 +75,7 @@ def remove(name: str, root: Path = _ROOT) -> None:
     def gone() -> bool:
         for parent in parents:
             for folder, _, _ in os.walk(parent, topdown=False):
-                with contextlib.suppress(OSError):  # busy, or removed by whoever made it
+                with contextlib.suppress(OSError):  # busy, or removed by its owner
                     os.rmdir(folder)
         return not any(parent.exists() for parent in parents)
 

@@ -1,4 +1,4 @@
-"""The command line of the development cluster, for people and the Makefile.
+"""The command line of the development cluster, for users and the Makefile.
 
 stdout carries only what a caller reads (a path, JSON, exports); progress goes to stderr.
 """

@@ -1,4 +1,4 @@
-"""Progress for people, on stderr: stdout is for scripts (kubeconfig path, JSON, exports)."""
+"""Progress for users, on stderr: stdout is for scripts (kubeconfig path, JSON, exports)."""
 
 import sys
 import threading

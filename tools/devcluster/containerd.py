@@ -66,7 +66,7 @@ class Containerd:
         """Kill every task, remove every container with its writable layer, and keep images.
 
         It repeats this until none is left: a request of the kubelet that is still under way may
-        start or remove some meanwhile.
+        start or remove some at the same time.
 
         Returns:
             True if there were containers.

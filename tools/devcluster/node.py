@@ -29,7 +29,7 @@ from devcluster.waiting import Observe, Report, last_line, wait_for
 
 KUBERAY_IMAGE = f"localhost/kuberay/operator:{KUBERAY_VERSION}"
 _MANIFESTS = Path(__file__).parent / "manifests"
-# Paths compiled into the components. `down` removes those that were not there before.
+# Paths compiled into the components. `down` removes the ones that were not there before.
 _FIXED_PATHS = tuple(
     Path(path)
     for path in (
@@ -305,7 +305,7 @@ class Node:
         socket = str(self._settings.containerd_socket).encode()
         found = set()
         for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            with contextlib.suppress(OSError):  # it has ended
                 line = (folder / "cmdline").read_bytes() if folder.name.isdigit() else b""
                 if b"containerd-shim" in line and socket in line:
                     found.add(int(folder.name))
@@ -321,7 +321,7 @@ class Node:
                 for path in mounts_below(root)
             ]
             for path in sorted(mounted, reverse=True):
-                succeeds(["umount", "--lazy", path])  # unless it went by itself
+                succeeds(["umount", "--lazy", path])  # unless it is gone
             return not mounted
 
         wait_for(

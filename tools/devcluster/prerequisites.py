@@ -114,7 +114,7 @@ def install_packages(settings: Settings) -> None:
 
 
 def _install(missing: list[str], settings: Settings) -> None:
-    if not missing:  # another command has installed it meanwhile
+    if not missing:  # another command has just installed it
         return
     before = installed_packages()
     with progress(f"installing Debian packages {' '.join(missing)}"):
@@ -137,7 +137,7 @@ def installed_packages() -> set[str]:
 def purgeable(recorded: Iterable[str]) -> list[str]:
     """Return the recorded packages that can be purged without taking any other with them.
 
-    A package stays if the system cannot do without it, or if one that somebody else installed
+    A package stays if the system cannot do without it, or if one that someone else installed
     depends on it by now.
     """
     required = {name for name, essential in _query("Essential") if essential == "yes"}

@@ -169,7 +169,7 @@ class ProcessTable:
         for name in names:
             record = self.record(name)
             if record is not None:
-                with contextlib.suppress(ProcessLookupError):  # it may end by itself in between
+                with contextlib.suppress(ProcessLookupError):  # it may end on its own in between
                     os.kill(record.pid, number)
 
     def _wait_gone(self, names: Iterable[str], seconds: float) -> bool:

@@ -1,7 +1,7 @@
 """Waiting for the cluster: say every 20 s what for, and stop early when it can no longer happen.
 
 A wait reads what the objects report: events, states of containers, the condition of the node, the
-log of a process. It prints the last report, and ends with a report that does not go away by itself
+log of a process. It prints the last report, and ends with a report that does not go away alone
 (CANNOT_PASS).
 """
 
@@ -73,7 +73,7 @@ class Rule:
 
 
 CANNOT_PASS: tuple[Rule, ...] = (
-    # The kubelet tries again every 10 to 15 s. A missing CNI plugin does not come by itself.
+    # The kubelet tries again every 10 to 15 s. A missing CNI plugin does not appear.
     Rule(
         ("FailedCreatePodSandBox",),
         seconds=30,
@@ -197,7 +197,7 @@ def wait_for(
         observe: returns what the objects report now, the newest report last.
 
     Raises:
-        CannotPass: an object reports something that does not go away by itself.
+        CannotPass: an object reports something that does not go away on its own.
         DevclusterError: the condition did not hold within `seconds`.
     """
     wait = Wait(what, observe, tell=tell, clock=clock)

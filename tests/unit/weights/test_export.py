@@ -168,7 +168,7 @@ def test_views_that_are_not_contiguous_are_written_as_they_read(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: {n: v for n, v in w.items() if n != "last"}, "does not export last any more"),
+        (lambda w: {n: v for n, v in w.items() if n != "last"}, "no longer exports last"),
         (lambda w: {**w, "more": torch.zeros(1)}, "exports more, which it did not export at first"),
         (lambda w: {**w, "small": torch.zeros(6)}, "at first it was TensorSpec.name='small'"),
         (lambda w: {**w, "small": w["small"].double()}, "at first it was TensorSpec.name='small'"),

@@ -17,7 +17,7 @@ def stop(run: RunName, namespace: Namespace = None, context: Context = None) -> 
 
 
 def checkpoint(run: RunName, namespace: Namespace = None, context: Context = None) -> None:
-    """Save a checkpoint after the current step. The run goes on.
+    """Save a checkpoint after the current step. The run continues.
 
     Exit codes: 0 asked, 64 there is no such run, or it does not train.
     """
@@ -35,7 +35,7 @@ def suspend(run: RunName, namespace: Namespace = None, context: Context = None) 
 
 
 def resume(run: RunName, namespace: Namespace = None, context: Context = None) -> None:
-    """Go on from the newest checkpoint.
+    """Continue from the newest checkpoint.
 
     On a cluster, this sets spec.suspend to false. On this machine it trains, as `agenticrun run`
     does, with the run as it was run.

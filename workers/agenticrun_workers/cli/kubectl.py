@@ -1,4 +1,4 @@
-"""Calls kubectl: whatever a person's kubectl can reach and sign in to, our commands can."""
+"""Calls kubectl: whatever the user's kubectl can reach and sign in to, our commands can."""
 
 from __future__ import annotations
 

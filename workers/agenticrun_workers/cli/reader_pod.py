@@ -38,7 +38,7 @@ from agenticrun_workers.cli.kubectl import Kubectl, SourceError
 Manifest = dict[str, Any]
 
 LABEL_READER = f"{GROUP}/reader"
-"""Has the name of the run, for people."""
+"""Has the name of the run, for users."""
 READER_CONTAINER = "reader"
 
 START_SECONDS = 60.0
@@ -344,7 +344,7 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def commands_by_hand(pod: Manifest, output: Path, context: str | None) -> str:
-    """Return shell commands that copy the output folder, for somebody who may create pods.
+    """Return shell commands that copy the output folder, for a user who may create pods.
 
     Args:
         pod: the pod that reads it.

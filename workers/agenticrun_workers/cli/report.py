@@ -87,7 +87,7 @@ def report(
 
 
 def size_of(count: int) -> str:
-    """Return a number of bytes for people: 48 kB, 1.2 MiB."""
+    """Return a number of bytes with its unit: 48 kB, 1.2 MiB."""
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 / 10 else f"{count / 1000:.0f} kB"
 
 

@@ -104,7 +104,7 @@ def train(
         )
     except (InvalidConfig, FolderInUse, RayNotStarted) as error:
         give_up(str(error))
-    with suppress(OSError):  # the run has ended, whoever hears of it
+    with suppress(OSError):  # The run is over; a closed stdout must not change its exit code.
         for line in closing_lines(run, RunFolder(folder), report, file):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(exit_code(report))

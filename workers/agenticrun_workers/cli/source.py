@@ -1,7 +1,7 @@
 """Names the source of a run: its output folder on this machine, or its AgenticRun on a cluster.
 
 Commands that show or steer a run take `RUN`, and work on both through `RunSource`. On a cluster,
-kubectl does the talking: whatever a person's kubectl can reach and sign in to, these commands can.
+kubectl is called: whatever the user's kubectl can reach and sign in to, these commands can.
 The output folder is read in the head pod (`kubectl exec`). Once that is gone, object storage is
 read from here, and a volume in a pod that mounts it until it is read (`reader_pod.py`).
 """
@@ -28,6 +28,7 @@ from typing import Annotated, Any, ClassVar, Protocol
 
 import psutil
 import typer
+from typing_extensions import override
 
 from agenticrun_api import (
     AgenticRun,
@@ -112,13 +113,13 @@ class Reading:
 
     name: str
     place: str
-    """Where the run is, for people."""
+    """Place of the run, to show to the user."""
     phase: str
     message: str
     step: int
     max_steps: int
     folder: RunFolder
-    """Its output, or a copy; empty if there is none any more."""
+    """Its output, or a copy; empty if it no longer exists."""
     config: Mapping[str, Any] | None
     """The run as it was run, without the values of environment variables."""
     finished: bool
@@ -172,7 +173,7 @@ class RunSource(Protocol):
         ...
 
     def logs(self, role: str, *, lines: int, follow: bool) -> None:
-        """Print the logs of a role, and go on with what comes if `follow`."""
+        """Print the logs of a role, and new lines as they come if `follow`."""
         ...
 
     def stop(self) -> str:
@@ -184,7 +185,7 @@ class RunSource(Protocol):
         ...
 
     def resume(self) -> str:
-        """Go on from the newest checkpoint. Return what happens now."""
+        """Continue from the newest checkpoint. Return a message that says what happens now."""
         ...
 
     @property
@@ -234,13 +235,14 @@ def _why_unread(file: Path) -> str:
 
 
 @dataclass(frozen=True)
-class FolderSource:
+class FolderSource(RunSource):
     """A run on this machine."""
 
     folder: RunFolder
 
+    @override
     def read(self, *, steps: int = ALL, samples: int = ALL) -> Reading:
-        """See `RunSource`: all of the folder is here."""
+        """All of the folder is here."""
         del steps, samples
         folder, progress = self.folder, self.folder.progress()
         config, attempts = folder.config(), folder.attempts()
@@ -257,7 +259,7 @@ class FolderSource:
             phase, message = final.outcome.value, final.message
         else:
             phase = "Ended"
-            message = f"no process trains in {folder.path}: `agenticrun resume` goes on"
+            message = f"no process trains in {folder.path}: `agenticrun resume` continues it"
         began = None
         if attempts:  # those of older versions have no start of the process
             began = _seconds_of(attempts[-1].get("started") or attempts[-1]["time"])
@@ -281,8 +283,8 @@ class FolderSource:
             missing=[] if config else ["run.yaml: " + _why_unread(folder.path / "run.yaml")],
         )
 
+    @override
     def logs(self, role: str, *, lines: int, follow: bool) -> None:
-        """See `RunSource`."""
         path = self.folder.path
         if role == REPORTER_CONTAINER:
             raise SourceError("on this machine there is no reporter")
@@ -306,28 +308,29 @@ class FolderSource:
         tail = ["tail", "-q", "-n", str(lines), *(["-F"] * follow)]
         _stream([(name if len(files) > 1 else None, [*tail, str(file)]) for name, file in files])
 
+    @override
     def stop(self) -> str:
-        """See `RunSource`."""
         self._signal(STOP)
         return (
             f"{self.folder.path}: the run saves a checkpoint and ends; "
-            f"`agenticrun resume {self.folder.path}` goes on"
+            f"`agenticrun resume {self.folder.path}` continues it"
         )
 
+    @override
     def checkpoint(self) -> str:
-        """See `RunSource`."""
         self._signal(CHECKPOINT)
         return f"{self.folder.path}: the run saves a checkpoint after its current step"
 
+    @override
     def resume(self) -> str:
-        """See `RunSource`: train in this process, which ends with the run."""
+        """Train in this process, which ends with the run."""
         from agenticrun_workers.cli.run import train
 
         path, attempts = self.folder.path, self.folder.attempts()
         file = path / "run.yaml"
         if not file.is_file():
             raise SourceError(
-                f"{path} has no run.yaml: `agenticrun run -f FILE -o {path}` goes on as well"
+                f"{path} has no run.yaml: `agenticrun run -f FILE -o {path}` continues it"
             )
         progress = self.folder.progress()
         if progress and progress.final and progress.final.outcome is Outcome.SUCCEEDED:
@@ -344,17 +347,17 @@ class FolderSource:
 
     trace_poll_seconds: ClassVar[float] = 0.3
 
+    @override
     def ask_for_trace(self, name: str, steps: int) -> None:
-        """See `RunSource`."""
         self._process()
         ask_for_trace(self.folder.path, name, steps)
 
+    @override
     def end_trace(self, name: str) -> None:
-        """See `RunSource`."""
         self._request(name).withdraw()
 
+    @override
     def trace(self, name: str) -> bytes | None:
-        """See `RunSource`."""
         request = self._request(name)
         alive = self.folder.process() is not None  # before the look: it writes, then it ends
         if request.answer.exists():
@@ -382,7 +385,7 @@ class FolderSource:
         self._process().send_signal(number)
 
 
-class ClusterSource:
+class ClusterSource(RunSource):
     """A run on a cluster."""
 
     def __init__(self, kubectl: Kubectl, name: str) -> None:
@@ -397,8 +400,8 @@ class ClusterSource:
         Nothing changes there while the run has no pods, and `watch` looks every two seconds.
         """
 
+    @override
     def read(self, *, steps: int = ALL, samples: int = ALL) -> Reading:
-        """See `RunSource`."""
         document = self._document()
         status = repair_status(document.get("status"))
         run, missing = None, []
@@ -432,8 +435,8 @@ class ClusterSource:
             missing=missing,
         )
 
+    @override
     def logs(self, role: str, *, lines: int, follow: bool) -> None:
-        """See `RunSource`."""
         document = self._document()
         status = repair_status(document.get("status"))
         if role == Role.DRIVER:
@@ -463,19 +466,20 @@ class ClusterSource:
         files = f"$(ls {' '.join(f'{RAY_LOGS}/{name}' for name in names)} 2>/dev/null)"
         self._follow(pods, f"tail -q -n {lines} {{}} {files}", follow)
 
+    @override
     def stop(self) -> str:
-        """See `RunSource`: on a cluster, a run that is stopped is suspended."""
+        """On a cluster, a run that is stopped is suspended."""
         self._suspend(True)
         return (
             f"{self._name}: the driver saves a checkpoint, then the pods go; "
-            f"`agenticrun resume {self._name}` goes on from it, "
+            f"`agenticrun resume {self._name}` continues from it, "
             f"`kubectl delete {SINGULAR} {self._name}` removes the run"
         )
 
+    @override
     def resume(self) -> str:
-        """See `RunSource`."""
         self._suspend(False)
-        return f"{self._name}: new pods come, and the run goes on from its newest checkpoint"
+        return f"{self._name}: new pods come, and the run continues from its newest checkpoint"
 
     def _suspend(self, wanted: bool) -> None:
         phase = repair_status(self._document().get("status")).phase
@@ -484,8 +488,9 @@ class ClusterSource:
         patch = json.dumps({"spec": {"suspend": wanted}})
         self._kubectl.run("patch", RESOURCE, self._name, "--type=merge", "-p", patch)
 
+    @override
     def checkpoint(self) -> str:
-        """See `RunSource`: the reporter hands requests to the driver."""
+        """The reporter hands requests to the driver."""
         document = self._document()
         head = self._head()
         if head is None:
@@ -496,17 +501,17 @@ class ClusterSource:
 
     trace_poll_seconds: ClassVar[float] = 2.0
 
+    @override
     def ask_for_trace(self, name: str, steps: int) -> None:
-        """See `RunSource`."""
         script = 'mkdir -p "$(dirname "$1")" && echo "$2" > "$1.new" && mv "$1.new" "$1"'
         self._at_head(script, f"{self._trace_file(name)}.request", str(steps))
 
+    @override
     def end_trace(self, name: str) -> None:
-        """See `RunSource`."""
         self._at_head('rm -f "$1"', f"{self._trace_file(name)}.request")
 
+    @override
     def trace(self, name: str) -> bytes | None:
-        """See `RunSource`."""
         script = (
             'if [ -e "$1.json.gz" ]; then cat "$1.json.gz"; '
             'elif [ -e "$1.failed" ]; then echo "no trace: $(cat "$1.failed")" >&2; exit 3; fi'
@@ -639,7 +644,7 @@ class ClusterSource:
                 yield name
         except MayNotCreatePods:
             typer.echo(
-                f"You may not create pods here. Somebody who may copies the output with:\n\n"
+                f"You may not create pods here. A user who may can copy the output with:\n\n"
                 f"{commands_by_hand(pod, output, self._kubectl.context)}\n\n"
                 f"Then name the folder ./{self._name} instead of the run.",
                 err=True,

@@ -47,7 +47,7 @@ def watch(
 ) -> None:
     """Show a run while it trains: phase, progress, metrics, curves, step time, newest episode.
 
-    It ends with the run; Ctrl-C ends it before, and the run goes on.
+    It ends with the run; Ctrl-C ends it before, and the run continues.
     Exit codes: 0 done, 64 the run cannot be read.
     """
     source = open_run(run, namespace, context)
@@ -156,7 +156,7 @@ def logs(
         int, typer.Option("--lines", min=0, help="Number of lines from the end of each log.")
     ] = 100,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with new lines, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Print new lines as they come, until Ctrl-C.")
     ] = False,
     namespace: Namespace = None,
     context: Context = None,

@@ -90,7 +90,7 @@ def has_attention(config: PretrainedConfig) -> bool:
 MAKING = threading.Lock()
 """Held while transformers makes a model.
 
-It changes torch's default dtype and the functions of torch.nn.init for the whole process meanwhile,
+While it runs, torch's default dtype and torch.nn.init differ for the whole process,
 and actors may share a process.
 """
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from agenticrun_api import AgenticRun
 from agenticrun_api.crd import custom_resource_definition
 from agenticrun_api.names import GROUP, PLURAL
@@ -41,8 +43,8 @@ class KubectlOfOneLook(Kubectl):
         super().__init__(namespace, context)
         self._read: dict[tuple[str, ...], dict[str, Any] | SourceError] = {}
 
+    @override
     def json(self, *words: str) -> dict[str, Any]:
-        """See `Kubectl`."""
         if words not in self._read:
             try:
                 self._read[words] = super().json(*words)

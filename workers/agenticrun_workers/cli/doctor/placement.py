@@ -363,7 +363,7 @@ def _class_of(run: AgenticRun, classes: Iterable[Mapping[str, Any]]) -> Mapping[
 
 
 def shown(resource: str, amount: float) -> str:
-    """Return an amount of a resource for people."""
+    """Return an amount of a resource in its usual unit."""
     if resource.endswith(("memory", "storage")):  # also limits.memory, requests.storage
         return f"{amount / 2**30:.4g} GiB {resource}"
     return f"{amount:g} {resource}"

@@ -36,11 +36,11 @@ class Reference:
     keys: tuple[str, ...] = ()
     """Keys of a Secret or ConfigMap that the run reads."""
     pulls_images: bool = False
-    """True for a Secret of imagePullSecrets: without it, a node pulls as nobody."""
+    """True for a Secret of imagePullSecrets: without it, a node pulls anonymously."""
 
 
 def references(run: AgenticRun) -> Iterator[Reference]:
-    """Yield the objects that a run names, without those that it calls optional."""
+    """Yield the objects that a run names, without the optional ones."""
     spec = run.spec
     if spec.hugging_face:
         if spec.hugging_face.secret_name:

@@ -325,7 +325,7 @@ async def speed(subject: Subject) -> Finding:
     if on_loop and max(reset, step) > SLOW_CALL:
         return warning(
             f"{speed}, on the event loop",
-            "all other episodes wait meanwhile: leave out blocking = False, or make it faster",
+            "all other episodes wait for it: leave out blocking = False, or make it faster",
         )
     if not on_loop and max(reset, step) < QUICK_CALL and not inspect.iscoroutinefunction(env.step):
         return ok(f"{speed}; blocking = False would save a thread's hop per call")

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from typing_extensions import override
 
 from agenticrun_workers.inference.engine import SampledTokens
 from agenticrun_workers.models.heads import split_model
@@ -275,7 +276,7 @@ class Caches(Protocol):
         ...
 
 
-class SessionCaches:
+class SessionCaches(Caches):
     """Slots of one cache. A session keeps its slot until another needs it (LRU).
 
     Args:
@@ -291,12 +292,13 @@ class SessionCaches:
         self._free = self._slots[::-1]
 
     @property
+    @override
     def nbytes(self) -> int:
-        """See `Caches`."""
         return self._cache.nbytes
 
+    @override
     def open(self, running: RunningRequest) -> None:
-        """See `Caches`. A second request of a busy session gets a slot of its own."""
+        """A second request of a busy session gets a slot of its own."""
         if running.session in self._sessions and self._sessions[running.session].busy:
             running.session = running.request.request_id
         if running.session not in self._sessions:
@@ -307,22 +309,21 @@ class SessionCaches:
         prompt_T = running.request.prompt_tokens
         slot.cached = min(_common_prefix(slot.idle_T, prompt_T), len(prompt_T) - 1)
 
+    @override
     def close(self, running: RunningRequest) -> None:
-        """See `Caches`. The session keeps its keys and values."""
+        """The session keeps its keys and values."""
         running.slot.busy = False
         running.slot.idle_T = running.context_T[: running.cached]
 
+    @override
     def invalidate(self) -> None:
-        """See `Caches`."""
         for slot in self._slots:
             slot.cached, slot.idle_T = 0, slot.idle_T[:0]
 
+    @override
     def share(self, requests: Iterable[RunningRequest]) -> list[SharedPrefix]:
-        """See `Caches`.
-
-        The samples of a group have the same prompt. A request waits for another one's forward pass
-        only if that saves at least half of its own work.
-        """
+        # The samples of a group have the same prompt. A request waits for another one's forward
+        # pass only if that saves at least half of its own work.
         requests = list(requests)
         if all(running.pending < SHORTEST_SHARED for running in requests):
             return []
@@ -342,8 +343,9 @@ class SessionCaches:
             leader = running
         return shared
 
+    @override
     def arrange(self, batches: Iterable[list[RunningRequest]]) -> None:
-        """See `Caches`. Slots of the wrong place are exchanged, so attention reads without gaps."""
+        """Slots of the wrong place are exchanged, so attention reads without gaps."""
         first = 0
         for batch in batches:
             numbers = range(first, first + len(batch))
@@ -368,7 +370,7 @@ class SessionCaches:
         return slot
 
 
-class PrivateCaches:
+class PrivateCaches(Caches):
     """A new cache for each request: shapes, strides and alignment depend on that request alone.
 
     A prefix from an earlier turn, or of another request, would save work. But then evictions and
@@ -383,24 +385,27 @@ class PrivateCaches:
         self._max_length = max_length
 
     nbytes = 0
-    """See `Caches`."""
+    """Bytes of the keys and values of sessions: none are kept."""
 
+    @override
     def open(self, running: RunningRequest) -> None:
-        """See `Caches`."""
         running.slot = Slot(SlotCache(1, self._max_length), 0)
 
+    @override
     def close(self, running: RunningRequest) -> None:
-        """See `Caches`."""
+        pass
 
+    @override
     def invalidate(self) -> None:
-        """See `Caches`."""
+        pass
 
-    def share(self, requests: Iterable[RunningRequest]) -> list[SharedPrefix]:  # noqa: ARG002
-        """See `Caches`."""
+    @override
+    def share(self, requests: Iterable[RunningRequest]) -> list[SharedPrefix]:
         return []
 
+    @override
     def arrange(self, batches: Iterable[list[RunningRequest]]) -> None:
-        """See `Caches`. Each batch is one request."""
+        """Each batch is one request."""
 
 
 SHORTEST_SHARED = 16

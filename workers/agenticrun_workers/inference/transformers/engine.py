@@ -26,8 +26,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
-from agenticrun_workers.inference.engine import EngineError, EngineStats, LoadMeter, UnusableModel
+from agenticrun_workers.inference.engine import (
+    EngineError,
+    EngineStats,
+    InferenceEngine,
+    LoadMeter,
+    ReportsProgress,
+    SupportsBroadcast,
+    UnusableModel,
+)
 from agenticrun_workers.inference.model_files import RequestLimits
 from agenticrun_workers.inference.transformers.caches import (
     Caches,
@@ -47,7 +56,7 @@ from agenticrun_workers.weights.collective import WeightGroup
 log = logging.getLogger(__name__)
 
 
-class TransformersEngine:
+class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     """The embedded engine; see the module's docstring. Implements `InferenceEngine`.
 
     Args:
@@ -99,8 +108,8 @@ class TransformersEngine:
         self._load_meter = LoadMeter(max_sessions)
         self._logged_bytes = 0
 
+    @override
     async def start(self) -> None:
-        """See `InferenceEngine`."""
         try:
             loaded: tuple[PreTrainedModel, Forward] = await self._in_thread(self._load_checked)
         except (ModelLoadError, UnsupportedModel) as error:
@@ -113,8 +122,8 @@ class TransformersEngine:
         self._ready.set()
         self._server = asyncio.create_task(self._serve(), name="transformers-engine")
 
+    @override
     async def generate(self, request: GenerationRequest) -> Generation:
-        """See `InferenceEngine`."""
         self._check(request)
         running = RunningRequest(
             request, asyncio.get_running_loop().create_future(), request.session
@@ -126,15 +135,15 @@ class TransformersEngine:
         finally:
             self._waiting.pop(request.request_id, None)
 
+    @override
     def progress(self, request_id: str, start: int) -> Generation | None:
-        """See `ReportsProgress`."""
         running = self._running.get(request_id)
         if running is None or self._batch_invariant or self._restart_on_update:
             return None
         return running.sampled.since(start)
 
+    @override
     async def abort(self, request_ids: list[str] | None = None) -> None:
-        """See `InferenceEngine`."""
         async with self._between_steps:
             for request_id in (
                 [*self._waiting, *self._running] if request_ids is None else request_ids
@@ -144,41 +153,41 @@ class TransformersEngine:
                 ):
                     self._release(running, FinishReason.ABORT)
 
+    @override
     async def pause(self) -> None:
-        """See `InferenceEngine`."""
         self._open.clear()
         async with self._between_steps:
             pass
 
+    @override
     async def resume(self) -> None:
-        """See `InferenceEngine`."""
         self._open.set()
 
+    @override
     async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
-        """See `InferenceEngine`.
-
-        After a failure, requests in flight wait for the next update; new requests are refused.
-        """
+        """After a failure, running requests wait for the next update; new requests are refused."""
         async with self._updating(version):
             async for part in parts:
                 await self._in_thread(self._weights.copy, part)
 
     broadcast_ranks = 1
-    """See `SupportsBroadcast`."""
+    """Number of ranks of the engine in a broadcast."""
 
+    @override
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
-        """See `SupportsBroadcast`."""
         await self._in_thread(self._weights.join, host, port, first_rank, world)
 
+    @override
     async def update_from_broadcast(
         self, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int
     ) -> None:
-        """See `SupportsBroadcast`. Fails as `update_weights` does."""
+        """Fails as `update_weights` does."""
         async with self._updating(version):
             await self._in_thread(self._weights.receive, names, dtypes, shapes)
 
+    @override
     async def sleep(self) -> None:
-        """See `InferenceEngine`. Frees the memory of weights and caches, on CPUs too."""
+        """Frees the memory of weights and caches, on CPUs too."""
         async with self._between_steps:
             if self._waiting or self._running:
                 in_flight = len(self._waiting) + len(self._running)
@@ -188,14 +197,14 @@ class TransformersEngine:
             self._caches = self._new_caches()
             await self._in_thread(self._weights.drop)
 
+    @override
     async def wake(self) -> None:
-        """See `InferenceEngine`."""
         async with self._between_steps:
             await self._in_thread(self._weights.allocate)
             self._refusal = "the engine has no weights since it slept"
 
+    @override
     def stats(self) -> EngineStats:
-        """See `InferenceEngine`."""
         return EngineStats(
             self._version,
             len(self._running),
@@ -213,8 +222,9 @@ class TransformersEngine:
             held=not (self._open.is_set() and self._ready.is_set()),
         )
 
+    @override
     async def check_health(self) -> None:
-        """See `InferenceEngine`. It has no process of its own."""
+        """It has no process of its own."""
         self._check_running()
         held = sum(running.cached for running in self._running.values())
         self._load_meter.poll_kv(held / (self._max_sessions * self._max_length))
@@ -222,8 +232,8 @@ class TransformersEngine:
             log.info("keys and values of sessions take %.1f MiB", size / 2**20)
             self._logged_bytes = size
 
+    @override
     async def stop(self) -> None:
-        """See `InferenceEngine`."""
         if self._server is not None:
             await self.abort()
             self._server.cancel()
