@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -191,6 +192,38 @@ def test_a_stream_says_the_same(agent_of: Any) -> None:
 
     policy = Says([CALL, "y"])
     assert len(play(policy, run=agent_of(run))) == 2
+
+
+def test_bytes_of_log_probs_are_the_answer(agent_of: Any) -> None:
+    """Each character of several tokens has its bytes in these tokens."""
+    text, end = "é🙂x天", "<|im_end|>"
+    split = [[195], [169], [240], [159], [153], [130], [120], [229], [164], [169], [*end.encode()]]
+
+    def check(tokens: Sequence[Any]) -> None:
+        assert [token.bytes for token in tokens] == split
+        assert b"".join(bytes(token.bytes) for token in tokens).decode() == text + end
+
+    async def run(base_url: str, task: Any) -> float:
+        check((await say(base_url, [user("?")], logprobs=True)).choices[0].logprobs.content)
+        async with client(base_url) as http:
+            stream: Any = await http.chat.completions.create(
+                model="policy", messages=[user("?")], stream=True, logprobs=True
+            )
+            chunks = [chunk async for chunk in stream]
+            check(chunks[0].choices[0].logprobs.content)
+            responded = await http.responses.create(
+                model="policy", input="?", include=["message.output_text.logprobs"]
+            )
+            output: Any = responded.output[0]
+            check(output.content[0].logprobs)
+        completed = await complete(base_url, "Q", logprobs=0)
+        found = completed.choices[0].logprobs
+        assert found.text_offset == [0, 0, 1, 1, 1, 1, 2, 3, 3, 3, 4]
+        assert found.tokens[6] == "x"
+        assert found.tokens[-1] == end
+        return 0.0
+
+    play(Says([text] * 4), run=agent_of(run))
 
 
 def test_texts_go_on_from_recorded_tokens_and_stop_texts_cut(agent_of: Any) -> None:

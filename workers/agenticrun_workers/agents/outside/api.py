@@ -5,6 +5,7 @@ Every parameter of a request is either supported or refused by name; none is ign
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -308,8 +309,8 @@ class Choice:
     index: int
     message: ChatMessage
     generation: Generation
-    tokens: list[str]
-    """Text of each sampled token."""
+    pieces: list[bytes]
+    """Bytes of each token of the answer; empty if no log-probs are asked for."""
 
     @property
     def finish_reason(self) -> str:
@@ -319,19 +320,27 @@ class Choice:
 
     @property
     def chat_logprobs(self) -> dict[str, Any]:
-        pairs = zip(self.tokens, self.generation.logprobs_T.tolist(), strict=True)
+        pairs = zip(self.pieces, self.generation.logprobs_T.tolist(), strict=True)
         tokens = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in pairs
+            {
+                "token": piece.decode(errors="replace"),
+                "logprob": value,
+                "bytes": list(piece),
+                "top_logprobs": [],
+            }
+            for piece, value in pairs
         ]
         return {"content": tokens, "refusal": None}
 
     @property
     def text_logprobs(self) -> dict[str, Any]:
-        offsets = [0, *accumulate(map(len, self.tokens))][:-1]
+        # A token inside a character has the place of this character.
+        decoder = getincrementaldecoder("utf-8")(errors="replace")
+        sizes = [len(decoder.decode(piece)) for piece in self.pieces]
+        offsets = [0, *accumulate(sizes)][:-1]
         values = self.generation.logprobs_T.tolist()
         return {
-            "tokens": self.tokens,
+            "tokens": [piece.decode(errors="replace") for piece in self.pieces],
             "token_logprobs": values,
             "top_logprobs": None,
             "text_offset": offsets,

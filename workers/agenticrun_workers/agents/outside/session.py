@@ -40,15 +40,13 @@ from agenticrun_workers.agents.outside.messages import (
     refused,
 )
 from agenticrun_workers.agents.outside.responses import Responded, chat_body, renamed
+from agenticrun_workers.agents.outside.token_bytes import UNFINISHED, token_bytes
 from agenticrun_workers.agents.sampled_tree import Sampled
 from agenticrun_workers.envs.calls import one_line
 from agenticrun_workers.types import FinishReason, Generation, IntArray, StopReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""Text that a tokenizer shows for the first bytes of a character."""
 
 UNFINISHED_BYTES = 3
 """Most bytes of a character that is not finished. More of them are no character."""
@@ -424,8 +422,8 @@ class Session:
                 for draft in drawn.drafts
             ]
             record(answer, drafts)
-            tokens = [self._token(token) for token in drawn.whole.tokens_T]
-            response.choices.append(Choice(place, message, drawn.whole, tokens))
+            pieces = self._pieces(drawn.whole.tokens_T) if options.logprobs else []
+            response.choices.append(Choice(place, message, drawn.whole, pieces))
         return response
 
     def _check_room(self, prompt_T: IntArray, param: str) -> None:
@@ -607,8 +605,14 @@ class Session:
             return whole, text
         return replace(cut(whole, size), finish=FinishReason.STOP), text[: end_of(text)]
 
-    def _token(self, token: np.int32) -> str:
-        return self.policy.chat.shown(np.array([token], np.int32))
+    def _pieces(self, tokens_T: IntArray) -> list[bytes]:
+        """Return the bytes of each token."""
+        policy = self.policy
+        return token_bytes(
+            policy.tokenizer,
+            tokens_T.tolist(),
+            lambda tokens: policy.chat.shown(np.array(tokens, np.int32)),
+        )
 
 
 class _Parts:
