@@ -143,18 +143,48 @@ def _finite(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$"
+QUANTITY_PATTERN = r"^\+?([0-9]+(\.[0-9]*)?|\.[0-9]+)([numkMGTPE]|[KMGTPE]i|[eE][-+]?[0-9]{1,2})?$"
+"""Quantities of Kubernetes, without negative ones and without absurd exponents."""
+QUANTITY_LENGTH = 24
+
+
+def _quantity(value: Any, info: ValidationInfo) -> str:
+    """Return a quantity as text. Raise if it is none, with how to write it."""
+    text = value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        whole = isinstance(value, int) or (value.is_integer() and abs(value) < MAX_NUMBER)
+        text = str(int(value)) if whole else str(value)
+        if not whole and info.context is not LOCAL:  # the apiserver takes integers and texts
+            raise refused("", f"write a quantity that is no whole number in quotes: '{text}'")
+    if isinstance(text, str) and _is_quantity(text):
+        return text
+    if value is None:
+        raise refused("", "write a quantity of Kubernetes (500m, 2, 1.5Gi), or leave the field out")
+    meant = _meant_quantity(value) if isinstance(value, str) else None
+    advice = f"as {meant}" if meant else "such as 500m, 2, 1.5Gi"
+    raise refused("", f"write a quantity of Kubernetes {advice} (got {value!r})")
+
+
+def _is_quantity(text: str) -> bool:
+    return len(text) <= QUANTITY_LENGTH and re.fullmatch(QUANTITY_PATTERN, text) is not None
+
+
+def _meant_quantity(text: str) -> str | None:
+    """Return the quantity that a text with a unit of another spelling means: 4GiB, 4GB, 1K."""
+    text = text.replace(" ", "").removesuffix("B").removesuffix("b")
+    start, unit = text[:-1], text[-1:]
+    return next(filter(_is_quantity, (text, start + unit.lower(), start + unit.upper())), None)
+
 
 Quantity = Annotated[
     str,
-    BeforeValidator(
-        lambda value: (
-            str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-        )
-    ),
-    Field(pattern=QUANTITY_PATTERN, max_length=24),
+    BeforeValidator(_quantity),
     WithJsonSchema(
-        {"x-kubernetes-int-or-string": True, "pattern": QUANTITY_PATTERN, "maxLength": 24}
+        {
+            "x-kubernetes-int-or-string": True,
+            "pattern": QUANTITY_PATTERN,
+            "maxLength": QUANTITY_LENGTH,
+        }
     ),
 ]
 """A Kubernetes resource quantity, for example 500m, 2, 4Gi."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from decimal import ROUND_CEILING, Decimal
+from typing import Any
+
+from agenticrun_api.base import Rule, camel
 
 _UNITS = {
     "n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"), "": Decimal(1),
@@ -11,6 +15,60 @@ _UNITS = {
     "Ki": Decimal(2**10), "Mi": Decimal(2**20), "Gi": Decimal(2**30),
     "Ti": Decimal(2**40), "Pi": Decimal(2**50), "Ei": Decimal(2**60),
 }  # fmt: skip
+MOST_CPUS = "10k"
+
+
+def some_bytes(field: str, resource: str = "") -> Rule:
+    """Return a rule that a quantity of bytes is not 0.
+
+    Args:
+        field: a quantity, or a map of quantities.
+        resource: its key in the map.
+    """
+    return _amount_rule(
+        field,
+        resource,
+        "must be more than 0: write 4Gi, or leave it out",
+        "> quantity('0')",
+        lambda amount: amount > 0,
+    )
+
+
+def possible_cpus(field: str, resource: str = "") -> Rule:
+    """Return a rule that a number of CPUs is no number of bytes. See `some_bytes`."""
+    return _amount_rule(
+        field,
+        resource,
+        f"is a number of processors, at most {MOST_CPUS}: write 500m or 2",
+        f"<= quantity('{MOST_CPUS}')",
+        lambda amount: amount <= quantity(MOST_CPUS),
+    )
+
+
+def _amount_rule(
+    field: str, resource: str, message: str, comparison: str, check: Callable[[float], bool]
+) -> Rule:
+    """Return a rule that compares a quantity, if there is one, with a bound."""
+    name = camel(field)
+    value = f"self.{name}"
+    absent = f"!has({value})"
+    if resource:
+        absent += f" || !('{resource}' in {value})"
+        value += f"['{resource}']"
+    sign, bound = comparison.split(" ")
+
+    def holds(model: Any) -> bool:
+        given = getattr(model, field)
+        text = given.get(resource) if resource else given
+        return text is None or check(quantity(text))
+
+    return Rule(
+        f"{absent} || quantity(string({value})).compareTo({bound}) {sign} 0",
+        f"{f'{resource} in ' if resource else ''}{name} {message}",
+        f".{name}",
+        holds,
+        added=True,
+    )
 
 
 def quantity(text: str) -> float:

@@ -9,6 +9,7 @@ from pydantic import Field, WithJsonSchema
 
 from agenticrun_api.base import Model, Name, Open, Quantity, Rule
 from agenticrun_api.names import RAY_CONTAINER, REPORTER_CONTAINER, Role
+from agenticrun_api.quantities import possible_cpus, some_bytes
 
 OpenList = Annotated[list[dict[str, Any]], Field(max_length=32)]
 Labels = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)]
@@ -196,6 +197,12 @@ Quantities = Annotated[dict[str, Quantity], Field(max_length=16)]
 class Resources(Model):
     """Resources of the Ray container in Kubernetes' own form."""
 
+    RULES = tuple(
+        rule
+        for part in ("requests", "limits")
+        for rule in (possible_cpus(part, "cpu"), some_bytes(part, "memory"))
+    )
+
     requests: Quantities = {}
     """As in a container spec."""
     limits: Quantities = {}
@@ -233,10 +240,13 @@ def _one_form(cpus: str, memory: str) -> tuple[Rule, ...]:
     )
 
 
+_AMOUNTS = (possible_cpus("cpus"), some_bytes("memory"), some_bytes("shm_size"))
+
+
 class PodRole(Model):
     """Resources and scheduling of one role's pods."""
 
-    RULES: ClassVar[tuple[Rule, ...]] = _one_form("1", "2Gi")
+    RULES: ClassVar[tuple[Rule, ...]] = (*_one_form("1", "2Gi"), *_AMOUNTS)
 
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Image of the role's pods. Default: spec.image."""
@@ -342,7 +352,7 @@ class DriverRole(PodRole):
     checkpoint when the run is suspended or activeDeadlineSeconds is over: more than a save takes.
     """
 
-    RULES = _one_form("500m", "3Gi")
+    RULES = (*_one_form("500m", "3Gi"), *_AMOUNTS)
 
     cpus: Quantity = "500m"
     """CPU request of the pod. There is no CPU limit."""

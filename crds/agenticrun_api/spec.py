@@ -12,6 +12,7 @@ from pydantic.alias_generators import to_snake
 from agenticrun_api.base import Count, Model, Name, Quantity, Rule, refused
 from agenticrun_api.names import CHECKPOINT_DIR, CODE_DIR, PACKAGES_DIR, Role
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
+from agenticrun_api.quantities import some_bytes
 from agenticrun_api.roles import (
     ELASTIC,
     SAVES,
@@ -329,6 +330,7 @@ class VolumeClaim(Model):
             ".claimName",
             lambda v: (v.claim_name is None) != (v.size is None),
         ),
+        some_bytes("size"),
         Rule(
             "!has(self.claimName) || self.retain",
             "retain is about a claim that the operator creates; one by claimName is always kept: "

@@ -16,7 +16,7 @@ from agenticrun_api.algorithm import (
 from agenticrun_api.base import Model
 from agenticrun_api.environments import EnvGroups
 from agenticrun_api.pipeline import Pipeline, Record, Staleness
-from agenticrun_api.roles import ElasticRole, PodTemplate, WorkerRole
+from agenticrun_api.roles import ElasticRole, PodTemplate, Resources, WorkerRole
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.spec import (
     AgenticRunSpec,
@@ -916,21 +916,52 @@ RULE_CASES: tuple[RuleCase, ...] = (
             WorkerRole,
             message,
             f"spec.roles.trainer.{field}",
-            ((_TRAINER, {"resources": {part: {name: "4"}}, **wrong}),),
-            ((_TRAINER, {"resources": {part: {name: "4"}}, **right}),),
+            ((_TRAINER, {"resources": {part: {name: amount}}, **wrong}),),
+            ((_TRAINER, {"resources": {part: {name: amount}}, **right}),),
         )
-        for message, field, part, name, wrong, right in (
-            ("cpu is in resources", "cpus", "requests", "cpu", {"cpus": 2}, {}),
-            ("memory is in resources", "memory", "limits", "memory", {"memory": "8Gi"}, {}),
+        for message, field, part, name, amount, wrong, right in (
+            ("cpu is in resources", "cpus", "requests", "cpu", "4", {"cpus": 2}, {}),
+            ("memory is in resources", "memory", "limits", "memory", "4Gi", {"memory": "8Gi"}, {}),
             (
                 "write GPUs as gpus",
                 "resources",
                 "limits",
                 "nvidia.com/gpu",
+                "4",
                 {},
                 {"gpuResourceName": "example.com/gpu"},
             ),
         )
+    ),
+    *(
+        RuleCase(WorkerRole, f"{field} {what}", f"{_TRAINER}.{field}", change(wrong), change(right))
+        for field, what, wrong, right in (
+            ("cpus", "is a number of processors", "2.85Gi", "2850m"),
+            ("memory", "must be more than 0", "0", "100u"),
+            ("shmSize", "must be more than 0", 0, "0.5E9"),
+        )
+        for change in [lambda value, field=field: ((_TRAINER, {field: value}),)]
+    ),
+    *(
+        RuleCase(
+            Resources,
+            f"{name} in {part} {what}",
+            f"{_TRAINER}.resources.{part}",
+            ((_TRAINER, {"resources": {part: {name: wrong}}}),),
+            ((_TRAINER, {"resources": {part: {name: right}}}),),
+        )
+        for part in ("requests", "limits")
+        for name, what, wrong, right in (
+            ("cpu", "is a number of processors", "4Gi", "4"),
+            ("memory", "must be more than 0", "0.0Gi", "4Gi"),
+        )
+    ),
+    RuleCase(
+        VolumeClaim,
+        "size must be more than 0",
+        "spec.checkpoint.volumeClaim.size",
+        (("spec.checkpoint", {"volumeClaim": {"size": "0e3"}}),),
+        (("spec.checkpoint", {"volumeClaim": {"size": "1.5e9"}}),),
     ),
     RuleCase(
         Checkpoint,

@@ -11,6 +11,7 @@ import yaml
 
 from agenticrun_api import InvalidRun, load_run, parse_run, version
 from agenticrun_api.load import parse_mounted, parse_served, read_run
+from agenticrun_api.overrides import load_run_with
 from agenticrun_api.version import __version__
 from agenticrun_api.yaml_text import read_yaml, write_yaml
 from runs import MINIMAL, REMOVE, Change, run_with
@@ -70,7 +71,10 @@ NAME = "letters, digits and '-', begin with a letter and end with a letter or di
             (f"{P}.envs", [{"tag": "Lake", "type": "m:E", "config": {"a": [{"b": -math.inf}]}}]),
             f"{P}.envs[0].config.a[0].b: Input should be a finite number",
         ),
-        (("spec.roles.env.memory", "lots"), "spec.roles.env.memory: String should match pattern"),
+        (
+            ("spec.roles.env.memory", "lots"),
+            "spec.roles.env.memory: write a quantity of Kubernetes such as 500m, 2, 1.5Gi (got ",
+        ),
         (("spec.rayVersion", "nightly"), "spec.rayVersion: String should match pattern"),
         *(
             (("metadata.name", name), f"metadata.name: must be at most 45 lower-case {rest}")
@@ -261,8 +265,64 @@ def test_every_example_is_valid(example: Path) -> None:
     load_run(example)
 
 
-def test_a_quantity_may_be_a_number_and_becomes_a_string() -> None:
-    assert parse_run(run_with(("spec.roles.env.cpus", 2))).spec.roles.env.cpus == "2"
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        *((text, text) for text in ("2Pi", "2Ei", "1E", "1e9", "1E9", "+2Gi", ".5Gi", "5.Gi")),
+        *((text, text) for text in ("100u", "1.5P", "1e+18", "4000000000000000n")),
+        (2**22, "4194304"),
+        (1e9, "1000000000"),
+    ],
+)
+def test_every_positive_quantity_of_kubernetes_is_accepted(given: object, text: str) -> None:
+    assert parse_run(run_with(("spec.roles.env.memory", given))).spec.roles.env.memory == text
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("4GiB", "write a quantity of Kubernetes as 4Gi (got '4GiB')"),
+        ("4 GB", "write a quantity of Kubernetes as 4G (got '4 GB')"),
+        ("1K", "write a quantity of Kubernetes as 1k (got '1K')"),
+        ("lots", "write a quantity of Kubernetes such as 500m, 2, 1.5Gi (got 'lots')"),
+        ("-1", "write a quantity of Kubernetes such as 500m, 2, 1.5Gi (got '-1')"),
+        ("1e999", "write a quantity of Kubernetes such as 500m, 2, 1.5Gi (got '1e999')"),
+        (True, "write a quantity of Kubernetes such as 500m, 2, 1.5Gi (got True)"),
+        (None, "write a quantity of Kubernetes (500m, 2, 1.5Gi), or leave the field out"),
+        (0.5, "write a quantity that is no whole number in quotes: '0.5'"),
+    ],
+)
+@pytest.mark.parametrize("field", ["spec.roles.env.cpus", "spec.checkpoint.volumeClaim.size"])
+def test_a_quantity_that_is_none_says_how_to_write_it(
+    given: object, advice: str, field: str
+) -> None:
+    if given is None and field.endswith("size"):
+        return  # the field may be null
+    with pytest.raises(InvalidRun) as caught:
+        parse_run(run_with((field, given)))
+    assert str(caught.value) == f"{field}: {advice}"
+
+
+def test_half_a_cpu_needs_no_quotes_on_this_machine() -> None:
+    run = parse_run(run_with(("spec.roles.env.cpus", 0.5)), local=True)
+    assert run.spec.roles.env.cpus == "0.5"
+
+
+@pytest.mark.parametrize("text", ["1e9", "1.0e18", "1e1", "2", "4Gi", "'1e9'", "1E+6"])
+@pytest.mark.parametrize("path", ["roles.env.memory", "pipeline.maxSteps"])
+def test_a_value_means_the_same_in_a_file_and_in_a_change(
+    text: str, path: str, tmp_path: Path
+) -> None:
+    def outcome(file_text: str, *changes: str) -> object:
+        file = tmp_path / "run.yaml"
+        file.write_text(file_text)
+        try:
+            return load_run_with(file, changes).spec
+        except InvalidRun as error:
+            return str(error)
+
+    plain = yaml.safe_dump(run_with((f"spec.{path}", "HERE")))
+    assert outcome(plain.replace("HERE", text)) == outcome(plain, f"{path}={text}")
 
 
 def test_the_document_for_the_pods_has_identity_and_spec_and_parses_again() -> None:

@@ -19,6 +19,13 @@ from agenticrun_api.quantities import quantity, whole_number
         ("0", 0.0),
         ("100u", 0.0001),
         ("5n", 5e-09),
+        ("+2", 2.0),
+        (".5", 0.5),
+        ("5.", 5.0),
+        ("1E", 1e18),
+        ("1E3", 1000.0),
+        ("1e+18", 1e18),
+        ("2Ei", 2.0**61),
     ],
 )
 def test_quantities_are_numbers(text: str, value: float) -> None:
