@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -357,6 +359,60 @@ def test_a_command_finds_the_endpoint_in_its_environment_and_posts_its_reward(
     assert "status 1: it went wrong" in trajectory.error
     (trajectory,) = play(policy, command=["/no/such/program"])
     assert "cannot be started" in trajectory.error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [sys.executable, "play.py"],
+        [sys.executable, "./tools/play.py"],
+        ["./run.sh", "play.py"],
+        ["run.sh", "tools/play.py"],
+    ],
+)
+def test_files_of_a_command_are_looked_up_in_the_code_folder(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the run file is the first of PYTHONPATH, on a cluster that of spec.code."""
+    code, here = tmp_path / "code", tmp_path / "here"
+    (code / "tools").mkdir(parents=True)
+    here.mkdir()
+    for script in (code / "play.py", code / "tools" / "play.py"):
+        script.write_text(SCRIPT)
+    (code / "run.sh").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (code / "run.sh").chmod(0o755)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", f"{code}{os.pathsep}{tmp_path / 'packages'}")
+    (trajectory,) = play(Says(["abcd"]), command=words)
+    assert (trajectory.error, trajectory.score) == ("", 4)
+
+
+def test_words_of_a_command_that_name_no_file_of_the_code_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("python", "play", "0.5", "config.yaml"):
+        (tmp_path / name).mkdir() if name == "0.5" else (tmp_path / name).write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    seen: list[Sequence[str]] = []
+
+    async def record(command: Sequence[str], *_: Any) -> None:
+        seen.append(command)
+
+    monkeypatch.setattr(outside_agent, "_run_command", record)
+    words = [
+        "python",
+        "-m",
+        "play",
+        "--rate=0.5",
+        "0.5",
+        "--config=config.yaml",
+        "missing.py",
+        "/x",
+    ]
+    task = outside_agent.Task("", "", {}, "train", 0, "policy", "")
+    asyncio.run(outside_agent.command_program(words)("", task))  # type: ignore[arg-type]
+    changed = f"--config={tmp_path / 'config.yaml'}"
+    assert seen == [[*words[:5], changed, *words[6:]]]
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [

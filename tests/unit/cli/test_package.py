@@ -310,6 +310,29 @@ def test_agents_rewards_filters_commands_and_data_are_found(folder: Path) -> Non
     }
 
 
+def test_scripts_of_commands_are_found_with_what_they_import(folder: Path) -> None:
+    (folder / "play.py").write_text("import json\nimport words\n")
+    (folder / "tools").mkdir()
+    (folder / "tools" / "again.py").write_text("import beside\nimport own_env\n")
+    (folder / "tools" / "beside.py").write_text("")
+    assert found(
+        folder,
+        envs=[
+            {"tag": tag, "type": "sokoban", "agent": {"type": "outside", "config": config}}
+            for tag, config in (
+                ("A", {"command": ["python", "play.py"]}),
+                ("B", {"command": ["python", "tools/again.py"]}),
+            )
+        ],
+    ) == {
+        "play.py": "spec.pipeline.envs[0].agent.config.command[1]",
+        "words.py": "play.py:2",
+        "tools/again.py": "spec.pipeline.envs[1].agent.config.command[1]",
+        "tools/beside.py": "tools/again.py:1",
+        "own_env.py": "tools/again.py:2",
+    }
+
+
 def test_imports_of_imports_cycles_and_relative_imports_are_followed(folder: Path) -> None:
     (folder / "words.py").write_text("import own_env\nfrom deep.inner import x")
     (folder / "deep").mkdir()

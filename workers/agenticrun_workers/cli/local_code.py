@@ -253,8 +253,28 @@ def _add_data(code: LocalCode, value: str, place: str, is_path: bool) -> None:
             )
         for file in _files_below(found) if found.is_dir() else [found]:
             code.files.setdefault(file.relative_to(code.folder).as_posix(), place)
+        if found.suffix == ".py":
+            _add_imports_of_script(code, found)
     if matches:
         code.fields.append(place)
+
+
+def _add_imports_of_script(code: LocalCode, script: Path) -> None:
+    """Add what a script of an agent's command imports. Python looks in the script's folder first.
+
+    Raises:
+        PackagingError: see `find_local_code`.
+    """
+    name = script.relative_to(code.folder).as_posix()
+    for imported, line in _imports(script, name):
+        beside = _in_folder(imported, script.parent) if script.parent != code.folder else None
+        for file in beside or ():
+            path = file.relative_to(code.folder).as_posix()
+            if path not in code.files:
+                code.files[path] = f"{name}:{line}"
+                _add_imports_of_script(code, file)
+        if beside is None and not _add_module(code, imported, f"{name}:{line}", set(), False):
+            _look_elsewhere(code, imported, f"{name}:{line}", set())
 
 
 def normalized(name: str) -> str:

@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -343,11 +344,15 @@ def function_program(function: Callable[..., Any]) -> Program:
 
 
 def command_program(command: Sequence[str]) -> Program:
-    """Return a program that runs a command.
+    """Return a program that runs a command in the current folder.
 
-    The command gets these environment variables: OPENAI_BASE_URL, OPENAI_API_KEY,
-    AGENTICRUN_REWARD_URL and AGENTICRUN_TASK (JSON).
+    Relative paths of files in the run's code folder become absolute. The command gets these
+    environment variables: OPENAI_BASE_URL, OPENAI_API_KEY, AGENTICRUN_REWARD_URL and
+    AGENTICRUN_TASK (JSON).
     """
+    program, *arguments = command
+    is_installed = "/" not in program and shutil.which(program) is not None
+    command = [program if is_installed else _in_code(program), *map(_in_code, arguments)]
 
     async def run(base_url: str, task: Task) -> None:
         own = {
@@ -360,6 +365,21 @@ def command_program(command: Sequence[str]) -> Program:
             await _run_command(command, os.environ | own, output)
 
     return run
+
+
+def _in_code(word: str) -> str:
+    """Return a word of a command with the whole path of the file that it names in the code folder.
+
+    Modules are found there, too: beside the run file, or in `spec.code` on a cluster. A word that
+    names no file there stays as it is. The folder itself may be read-only, so the command does not
+    run in it.
+    """
+    option, equals, path = word.partition("=") if word.startswith("-") else ("", "", word)
+    if os.path.isabs(path) or not ("/" in path or "." in path):
+        return word
+    folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    found = (os.path.abspath(os.path.join(folder, path)) for folder in folders)
+    return next((f"{option}{equals}{file}" for file in found if os.path.isfile(file)), word)
 
 
 async def _run_command(
