@@ -934,13 +934,18 @@ RULE_CASES: tuple[RuleCase, ...] = (
         )
     ),
     *(
-        RuleCase(WorkerRole, f"{field} {what}", f"{_TRAINER}.{field}", change(wrong), change(right))
+        RuleCase(
+            WorkerRole,
+            f"{field} {what}",
+            f"{_TRAINER}.{field}",
+            ((_TRAINER, {field: wrong}),),
+            ((_TRAINER, {field: right}),),
+        )
         for field, what, wrong, right in (
             ("cpus", "is a number of processors", "2.85Gi", "2850m"),
             ("memory", "must be more than 0", "0", "100u"),
             ("shmSize", "must be more than 0", 0, "0.5E9"),
         )
-        for change in [lambda value, field=field: ((_TRAINER, {field: value}),)]
     ),
     *(
         RuleCase(
