@@ -34,7 +34,7 @@ LARGEST_GAP = 1e-3
 
 @dataclass(frozen=True)
 class Result:
-    """What one combination showed, over all steps."""
+    """The result of one combination, over all steps."""
 
     steps: int
     reward: float
@@ -42,9 +42,9 @@ class Result:
     tokens_per_second: float
     """Prompt and response tokens over the whole step."""
     sync_seconds: float
-    """Of one weight sync, on average."""
+    """Seconds of one weight sync, on average."""
     wall_seconds: float
-    """Of the whole command, start and end included."""
+    """Seconds of the whole command, start and end included."""
 
 
 def run(engine: str, trainer: str, steps: int) -> Result:

@@ -63,7 +63,7 @@ MODEL = InitializeSpec(
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked for."""
+    """The requests to send."""
 
     prompts: list[list[int]]
     new_tokens: int

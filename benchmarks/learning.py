@@ -53,7 +53,7 @@ GOAL = 0.5
 
 @dataclass
 class Outcome:
-    """What one seed reached."""
+    """The result of one seed."""
 
     seed: int
     random: float

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: its figures, and what they were measured with."""
+"""Writes a benchmark's figures, and the machine and versions they were measured with."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class SlowFrozenLake(FrozenLake):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a variant measured, by step of `EPISODES` trajectories."""
+    """The figures of a variant, by step of `EPISODES` trajectories."""
 
     seconds_per_step: float
     engine_busy: float

@@ -298,7 +298,7 @@ class PodsStatus(Model):
 
 
 class ObstacleStatus(Model):
-    """What prevents the objects of the run from being created."""
+    """The obstacle that prevents the objects of the run from being created."""
 
     reason: Annotated[str, Field(max_length=64)]
     """Reason of the condition ClusterProvisioned."""

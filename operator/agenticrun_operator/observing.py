@@ -100,7 +100,7 @@ class _ResolvedPods:
     """The pods of a run at its last look."""
 
     owner: tuple[object, bool]
-    """Of which state of the RayCluster."""
+    """The state of the RayCluster that this was observed for."""
     head: tuple[str | None, str | None]
     """The names by which the head was chosen."""
     labelled: tuple[LabelledPod, ...]

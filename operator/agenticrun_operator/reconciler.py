@@ -106,7 +106,7 @@ class RunCache:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """What stays of a run that has ended, until it changes."""
+    """The remains in memory of a run that has ended, until it changes."""
 
     version: str
     """Its resourceVersion."""

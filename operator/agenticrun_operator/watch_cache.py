@@ -47,7 +47,7 @@ class WatchCache(Generic[T]):
         self._versions: dict[Key, tuple[str, Key]] = {}
         """The resourceVersion and the run of each object, by its namespace and name."""
         self._kept: dict[Key, dict[Key, T | None]] = {}
-        """What is kept, by run, then by the object's namespace and name."""
+        """Kept objects, by run, then by the object's namespace and name."""
         self._of_run: dict[Key, tuple[T, ...]] = {}
         """The answers of `of_run` that still hold."""
         self._live: set[str | None] = set()

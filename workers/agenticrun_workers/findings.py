@@ -1,4 +1,4 @@
-"""What checks find, and what to do about it: of `agenticrun check-env` and `agenticrun doctor`."""
+"""Findings of `agenticrun check-env` and `agenticrun doctor`, with the advice for each."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class ClockReading:
     """A process's clock at one moment."""
 
     nanoseconds: int
-    """Of `time.perf_counter_ns`: on Linux one clock for all processes of a host."""
+    """Reading of `time.perf_counter_ns`: on Linux one clock for all processes of a host."""
     host: str
     """Identity of that clock; empty if unknown."""
 
@@ -81,7 +81,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What a process did between `Recorder.begin` and `Recorder.end`."""
+    """The spans and counters of a process between `Recorder.begin` and `Recorder.end`."""
 
     name: str
     kind: str

@@ -73,7 +73,7 @@ class HeadAddress:
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """What a proof holds for: one start of one pod at one address."""
+        """The scope of a proof: one start of one pod at one address."""
         return self.pod_uid, self.pod.ip, self.incarnation
 
 

@@ -1,4 +1,4 @@
-"""How the user's modules and packages (spec.code) come into the pods.
+"""Brings the user's modules and packages (spec.code) into the pods.
 
 A ConfigMap is mounted. Everything else is brought by init containers into an emptyDir, which the
 Ray container mounts read-only: Git and packages by the worker image's own programs

@@ -15,7 +15,7 @@ from agenticrun_api.names import ENV_CODE
 from agenticrun_api.spec import CodeSpec
 
 TERMINATION_LOG = Path("/dev/termination-log")
-"""What a container writes there is in the status of its pod, where the operator reads it."""
+"""The termination message: it is in the status of the pod, where the operator reads it."""
 
 
 class CodeError(Exception):

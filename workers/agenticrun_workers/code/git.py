@@ -32,7 +32,7 @@ HINTS: Mapping[str, str] = {
     "Permission denied (publickey)": "the key in the Secret does not give access to it",
     "Host key verification failed": "known_hosts in the Secret lacks the key of this host",
 }
-"""What to do, by words of git."""
+"""Advice to the user, by words of git."""
 
 
 def fetch(git: GitCode, into: Path, secret: Path) -> str:

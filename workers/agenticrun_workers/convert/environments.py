@@ -29,7 +29,7 @@ ANSWER_TAGS = r"<answer>(.*?)</answer>"
 """Pattern that ROLL's own games use if the file has no action_pattern."""
 BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
 CALLS = r"<code>(.*?)</code>|```\n?python(.*?)```"
-"""What ROLL's Python tool runs."""
+"""The commands that ROLL's Python tool runs."""
 TOOL_INSTRUCTION = (
     "Solve the problem. You may run Python: write it between <code> and </code>, and you are told "
     "what it prints. When you know the answer, write it within \\boxed{}."
@@ -178,7 +178,7 @@ class Game:
     type: str
     config: Spec
     pattern: str | None = None
-    """What ROLL searches for in an answer without action_pattern; None: the whole answer."""
+    """ROLL's search pattern for an answer without action_pattern; None: the whole answer."""
     dataset: Spec | None = None
     max_steps: int | None = None
     """Turn limit, if it is not the entry's."""

@@ -392,7 +392,7 @@ MANAGERS_GENERATING_ARGS: Fields = {
     for key, field in GENERATING_ARGS.items()
     if isinstance(field, Field)
 }
-"""Of train_env_manager. ROLL reads them if actor_infer has none."""
+"""Fields of train_env_manager. ROLL reads them if actor_infer has none."""
 VALIDATION_GENERATING_ARGS: Fields = {
     **MANAGERS_GENERATING_ARGS,
     **{
@@ -410,7 +410,7 @@ VALIDATION_GENERATING_ARGS: Fields = {
         "the limit of training holds for validation too", 8192, with_actor_infers_sampling
     ),
 }
-"""Of val_env_manager."""
+"""Fields of val_env_manager."""
 
 _LENGTHS = dropped("rows are packed up to maxTokensPerMicroBatch")
 _NO_EFFECT = "ROLL's YAML could never set it (C14): spec.pipeline.algorithm"

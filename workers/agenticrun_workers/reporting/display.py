@@ -175,7 +175,7 @@ class LiveDisplay(ProgressSink):
 
 @dataclass(frozen=True)
 class RunView:
-    """What people see of a run at one moment."""
+    """The view of a run at one moment."""
 
     name: str
     phase: str

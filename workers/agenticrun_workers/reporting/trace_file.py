@@ -111,7 +111,7 @@ class TracedProcess:
 
 @dataclass(frozen=True)
 class Trace:
-    """What all processes did.
+    """The spans and counters of all processes.
 
     Args:
         processes: recordings; one of them is the driver's.

@@ -31,7 +31,7 @@ class LoadTimes:
 
 
 class LoadStarts:
-    """How long after the first file each receiver begins its next load."""
+    """Seconds after the first file at which each receiver begins its next load."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What a cluster lacks for runs of any kind, and for one run."""
+"""Checks of a cluster, for runs of any kind and for one run."""
 
 from __future__ import annotations
 

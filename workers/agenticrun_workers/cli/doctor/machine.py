@@ -1,4 +1,4 @@
-"""What this machine lacks for runs, and for one run."""
+"""Checks of this machine, for runs of any kind and for one run."""
 
 from __future__ import annotations
 

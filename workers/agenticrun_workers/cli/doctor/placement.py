@@ -1,4 +1,4 @@
-"""Whether the pods of one run fit on the nodes of a cluster and into the quotas of a namespace."""
+"""Places the pods of one run on the nodes of a cluster and into the quotas of a namespace."""
 
 from __future__ import annotations
 

@@ -381,7 +381,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
 
 @dataclass(frozen=True)
 class Step:
-    """What the engine computes at once: one token of each request."""
+    """One forward pass: one token of each request."""
 
     leaders: list[list[RunningRequest]]
     """Batches of requests whose keys and values others copy."""
