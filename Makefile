@@ -71,12 +71,13 @@ docs-serve: setup ## Serve the documentation on http://127.0.0.1:8000, built aga
 
 ##@ Checks
 .PHONY: lint
-lint: setup check-generated docs ## ruff, mypy --strict, import contracts, spelling, generated files, documentation
+lint: setup check-generated docs ## ruff, mypy --strict, import contracts, spelling, plain English, generated files, documentation
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/codespell
+	@$(BIN)/pre-commit run plain-english --all-files
 
 .PHONY: format
 format: setup ## Format and fix what ruff can

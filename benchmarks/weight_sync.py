@@ -90,7 +90,7 @@ class Meets:
         raise NotImplementedError
 
     def checksum(self) -> int:
-        """Bytes of all parameters."""
+        """Return the checksum of all parameters."""
         total = xxhash.xxh3_64()
         for _, value in self.parameters():
             total.update(value.reshape(-1).view(torch.uint8).numpy().data)
@@ -143,7 +143,7 @@ class Trainer(Meets, TrainerActor):
                 part ^= (random.random(len(part), np.float32) < share).astype(bits.dtype)
 
     def copy_seconds(self, times: int) -> list[float]:
-        """Seconds of plain copies of the parameters' bytes."""
+        """Return the seconds of plain copies of the parameters' bytes."""
         source = [value for _, value in self._held]
         target = [torch.zeros_like(value) for value in source]
         found = []

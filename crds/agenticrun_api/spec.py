@@ -303,7 +303,7 @@ class CodeSpec(Model):
 
     @property
     def sources(self) -> tuple[str | GitCode | ImageCode, ...]:
-        """Return the one source of modules, or none if only packages are installed."""
+        """Return the sources of modules: one, or none if only packages are installed."""
         return tuple(item for item in (self.config_map, self.git, self.image) if item is not None)
 
     @property

@@ -9,8 +9,10 @@ from devcluster.waiting import wait_for
 _GONE_SECONDS = 60
 _ROOT = Path("/sys/fs/cgroup")
 _CPU_WEIGHTS = {"cpu.shares": "20480", "cpu.weight": "2000"}
-"""CPU weight of all pods together, by the file of v1 and v2: that of 20 processes outside. The default is that
-of one: beside a test run, pods would get a tenth of the processor and Ray would not start in time.
+"""CPU weight of all pods together, by the file of v1 and v2: that of 20 processes outside.
+
+The default is that of one: beside a test run, pods would get a tenth of the processor and Ray would
+not start in time.
 """
 
 

@@ -216,7 +216,7 @@ def _init_container(run: AgenticRun, role: Role, image: str) -> Manifest:
 
 
 def _environment(run: AgenticRun, role: Role) -> list[Manifest]:
-    """Return our variables without those that the user overrides, then the user's."""
+    """Return our variables without the overridden ones, then the user's."""
     ours = _ENV | ({"PYTHONPATH": run.spec.code.python_path} if run.spec.code else {})
     variables = [{"name": name, "value": value} for name, value in ours.items()]
     theirs = run.spec.roles.of(role).env

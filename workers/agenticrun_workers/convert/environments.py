@@ -29,7 +29,7 @@ ANSWER_TAGS = r"<answer>(.*?)</answer>"
 """Pattern that ROLL's own games use if the file has no action_pattern."""
 BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"
 CALLS = r"<code>(.*?)</code>|```\n?python(.*?)```"
-"""The commands that ROLL's Python tool runs."""
+"""Pattern of the code that ROLL's Python tool runs."""
 TOOL_INSTRUCTION = (
     "Solve the problem. You may run Python: write it between <code> and </code>, and you are told "
     "what it prints. When you know the answer, write it within \\boxed{}."

@@ -191,7 +191,7 @@ class RequestPort:
         self._opening = asyncio.Lock()
         self._numbers = itertools.count()
         self.load = EngineLoad()
-        """Requests of all clients."""
+        """Load of the requests of all clients."""
         self.tasks: set[asyncio.Task[None]] = set()
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         """By the task that serves them."""
