@@ -6,6 +6,7 @@ might be in (DeepSpeed, if it is installed).
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import threading
@@ -73,7 +74,9 @@ def _has_experts(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
     """Return True if a model that is made from this config has experts. It is made without data."""
     try:
         with MAKING, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), trust_remote_code=trust_remote_code
+            )
     except Exception as error:  # of a model's own code, too; a load of the weights names the cause
         log.debug("no model can be made from the config alone: %r", error)
         return False
