@@ -308,7 +308,9 @@ def test_half_a_cpu_needs_no_quotes_on_this_machine() -> None:
     assert run.spec.roles.env.cpus == "0.5"
 
 
-@pytest.mark.parametrize("text", ["1e9", "1.0e18", "1e1", "2", "4Gi", "'1e9'", "1E+6"])
+@pytest.mark.parametrize(
+    "text", ["1e9", "1.0e18", "1e1", "2", "4Gi", "'1e9'", "1E+6", "~", "null", "0", "'0'", "0e1"]
+)
 @pytest.mark.parametrize("path", ["roles.env.memory", "pipeline.maxSteps"])
 def test_a_value_means_the_same_in_a_file_and_in_a_change(
     text: str, path: str, tmp_path: Path

@@ -269,6 +269,22 @@ async def test_episodes_of_a_validation_that_fail_are_said(
     assert snapshots[-1]["val/A/random_errors"] == 1.0
 
 
+async def test_the_warm_up_says_how_many_episodes_failed(tmp_path: Path) -> None:
+    run = Run(tmp_path, maxSteps=1, evalSteps=0, warmup={"steps": 2})
+
+    async def steps() -> AsyncGenerator[Metrics, None]:
+        yield {"warmup/loss": 1.0, "warmup/discarded": 0.0}
+        yield {"warmup/loss": 0.5, "warmup/discarded": 3.0}
+
+    run.steps = steps  # type: ignore[method-assign]
+    await run.loop.run()
+    said = [shown.message for shown in run.sink.snapshots if "warm-up step" in shown.message]
+    assert list(dict.fromkeys(said)) == [
+        "warm-up step 1 of 2, loss 1.000",
+        "warm-up step 2 of 2, loss 0.500, 3 episodes failed",
+    ]
+
+
 async def test_a_resumed_run_warms_up_no_more_and_continues_its_numbers(tmp_path: Path) -> None:
     state = DriverState(
         step=2,
