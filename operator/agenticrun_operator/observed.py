@@ -269,8 +269,9 @@ class Observed:
     """Everything that one reconciliation has read."""
 
     children: Mapping[Child, Manifest | None] = field(default_factory=dict)
-    """The children that were read, with any owner; None: the object does not exist. While a run
-    trains or is suspended, only the RayCluster is read."""
+    """The children that were read, with any owner, and the user's own claim for checkpoints; None:
+    the object does not exist. While a run trains or is suspended, only the RayCluster is read, and
+    a claim that was deleted."""
     pods: tuple[Pod, ...] = ()
     """The pods of the run's RayCluster, and orphans of one that was deleted."""
     job: Job | NoJob | Unreachable = Unreachable("there is no head pod to ask")
@@ -281,8 +282,6 @@ class Observed:
     own. Its pods may still be there."""
     missing_code: str | None = None
     """The name in spec.code.configMap if that ConfigMap does not exist."""
-    users_claim: Manifest | None = None
-    """The user's own claim for checkpoints (checkpoint.volumeClaim.claimName), if it was read."""
     job_trouble: JobTrouble | None = None
     """Set if the last action on the newest attempt failed."""
     last_status_write: datetime | None = None

@@ -79,7 +79,6 @@ class ObservedObjects:
     children: dict[Child, Manifest | None]
     pods: tuple[Pod, ...]
     missing_code: str | None
-    users_claim: Manifest | None = None
     kuberay_missing: bool = False
     fresh: bool = True
     """True if everything was read from the apiserver, nothing taken from the watches or before."""
@@ -172,7 +171,7 @@ class Observer:
         if cluster is not None and seems_incomplete(pods, cluster):
             pods = await self._with_unlabelled(run, pods)
         children: dict[Child, Manifest | None] = {}
-        missing_code, users_claim = None, None
+        missing_code = None
         settled = (
             run.status.phase is Phase.RUNNING
             and run.status.observed_generation == run.metadata.generation
@@ -181,27 +180,28 @@ class Observer:
         if needed and (cluster is None or not settled):
             if known:
                 children, fresh = dict(known.children), False
-                missing_code, users_claim = known.missing_code, known.users_claim
+                missing_code = known.missing_code
             else:
                 children = await self._all_children(run)
                 code = code_config_map(run)
                 if code and await self._kube.get(code.kind, namespace, code.name) is None:
                     missing_code = code.name
-                if claim := users_claim_of(run):
-                    users_claim = await self._kube.get(claim.kind, namespace, claim.name)
         in_use = not run.status.phase.finished or cluster is not None
         if in_use and Child(CLAIM_KIND, claim_name(run)) not in children:
             children |= await self._lost_claim(run, fresh=asked)
         children[Child("RayCluster", name)] = cluster
         own = self._own_pods(run, pods, cluster, cluster_known=not kuberay_missing)
-        return ObservedObjects(children, own, missing_code, users_claim, kuberay_missing, fresh)
+        return ObservedObjects(children, own, missing_code, kuberay_missing, fresh)
 
     async def _lost_claim(self, run: AgenticRun, *, fresh: bool) -> dict[Child, Manifest | None]:
-        """Return the claim of the run's checkpoints if it was deleted or is being deleted."""
-        claim = Child(CLAIM_KIND, claim_name(run))
-        if run.status.volume_claim != claim.name or created_claim(run) is None:
+        """Return the claim of the run's checkpoints if it was deleted or is being deleted.
+
+        No watch reports the user's own claim, which has no label of ours.
+        """
+        claim, is_users = Child(CLAIM_KIND, claim_name(run)), users_claim_of(run) is not None
+        if run.status.volume_claim != claim.name or not (is_users or created_claim(run)):
             return {}
-        if fresh:
+        if fresh or is_users:
             found = await self._kube.get(CLAIM_KIND, run.metadata.namespace, claim.name)
             return {claim: found} if found is None or is_deleting(found) else {}
         watched = self._watched.claims.of_run(run.key)
@@ -211,7 +211,7 @@ class Observer:
         if deleting is None:
             return {claim: None}
         # Only that it goes matters: what acts on it reads the whole claim.
-        metadata = {"name": claim.name, "deletionTimestamp": "unknown"}
+        metadata = {"name": claim.name, "uid": "unknown", "deletionTimestamp": "unknown"}
         return {claim: {"kind": CLAIM_KIND, "metadata": metadata, "spec": {}}} if deleting else {}
 
     async def _list_pods(
@@ -276,7 +276,7 @@ class Observer:
             return error
 
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
-        wanted = mounted_names(run)
+        wanted = [*mounted_names(run), *filter(None, [users_claim_of(run)])]
         found = await asyncio.gather(
             *(self._kube.get(child.kind, run.metadata.namespace, child.name) for child in wanted)
         )
@@ -301,7 +301,6 @@ class Observer:
             children=objects.children,
             pods=objects.pods,
             missing_code=objects.missing_code,
-            users_claim=objects.users_claim,
             kuberay_missing=objects.kuberay_missing,
         )
         job, head = run.status.job, await self.head_address(run, objects)

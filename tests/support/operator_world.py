@@ -51,6 +51,7 @@ from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable, role
 from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.resources import (
+    CLAIM_KIND,
     Event,
     Manifest,
     OperatorKey,
@@ -205,18 +206,24 @@ class World:
         else:
             del self.objects[KIND, NAME]
 
-    def delete_claim(self) -> None:
-        """Delete the volume claim; Kubernetes keeps it until no pod uses it."""
-        claim = self.objects.get(("PersistentVolumeClaim", f"{NAME}-checkpoints"))
+    def add_claim(self, name: str, mode: str = "ReadWriteOnce") -> None:
+        """Create a volume claim of the user."""
+        metadata = {"name": name, "namespace": NAMESPACE}
+        self._store({"kind": CLAIM_KIND, "metadata": metadata, "spec": {"accessModes": [mode]}})
+
+    def delete_claim(self, name: str = f"{NAME}-checkpoints") -> None:
+        """Delete a volume claim; Kubernetes keeps it until no pod uses it."""
+        claim = self.objects.get((CLAIM_KIND, name))
         if claim is not None:
             self._mark_deleted(claim, grace_seconds=0)
             self._release_claim()
 
     def _release_claim(self) -> None:
-        key = ("PersistentVolumeClaim", f"{NAME}-checkpoints")
-        claim = self.objects.get(key)
-        if claim and "deletionTimestamp" in claim["metadata"] and not self.pods():
-            del self.objects[key]
+        for key, item in list(self.objects.items()):
+            if key[0] != CLAIM_KIND or "deletionTimestamp" not in item["metadata"]:
+                continue
+            if not self.pods():
+                del self.objects[key]
 
     def collect_garbage(self) -> None:
         """Delete what has no owner any more; a pod in its grace period stays."""
@@ -248,7 +255,7 @@ class World:
             (KIND, self.watched.runs, items),
             ("RayCluster", self.watched.clusters, of_runs),
             ("Pod", self.watched.pods, of_runs),
-            ("PersistentVolumeClaim", self.watched.claims, of_runs),
+            (CLAIM_KIND, self.watched.claims, of_runs),
         ):
             cache.listed(None, [item for item in found if item["kind"] == kind])
         if self.kuberay_missing:
@@ -309,7 +316,7 @@ class World:
     def bind_claims(self) -> None:
         """Give each claim a volume, of the default StorageClass if it names none."""
         for (kind, _), item in self.objects.items():
-            if kind != "PersistentVolumeClaim":
+            if kind != CLAIM_KIND:
                 continue
             if not self.storage_down:
                 item["spec"].setdefault("storageClassName", "standard")
@@ -419,12 +426,14 @@ class World:
         return f"{pod['metadata']['uid']}/{restarts}"
 
     def _cannot_be_placed(self, pod: Manifest, placed: int) -> str | None:
-        claim = ("PersistentVolumeClaim", f"{NAME}-checkpoints")
-        wanted = any("persistentVolumeClaim" in item for item in pod["spec"]["volumes"])
-        if wanted and "deletionTimestamp" in self.objects.get(claim, {}).get("metadata", {}):
-            return f'persistentvolumeclaim "{claim[1]}" is being deleted'
-        if wanted and claim not in self.objects:
-            return f'persistentvolumeclaim "{claim[1]}" not found'
+        for volume in pod["spec"]["volumes"]:
+            if (mounted := volume.get("persistentVolumeClaim")) is None:
+                continue
+            claim = self.objects.get((CLAIM_KIND, mounted["claimName"]))
+            if claim is None:
+                return f'persistentvolumeclaim "{mounted["claimName"]}" not found'
+            if "deletionTimestamp" in claim["metadata"]:
+                return f'persistentvolumeclaim "{mounted["claimName"]}" is being deleted'
         if self.gpus is None or gpus_of(pod) == 0:
             return None
         if placed or not self.gpus.place(pod):  # the scheduler takes turns

@@ -27,6 +27,7 @@ from agenticrun_operator.resources import (
     Manifest,
     checkpoint_claim_name,
     claim_name,
+    created_claim,
     desired_children,
     is_deleting,
     is_own,
@@ -40,6 +41,7 @@ from agenticrun_operator.resources import (
     tokens_secret,
     unbound,
     unsuitable,
+    users_claim_of,
 )
 
 _WAITS_FOR_SECRET = (Reason.CONTAINER_CRASHED, Reason.PODS_PENDING)
@@ -103,9 +105,9 @@ def find_obstacle(state: State) -> Obstacle | None:
     """Return the first obstacle to the run's children, or None.
 
     An obstacle is an error that the last creation met, a worker image that is not configured,
-    KubeRay that is missing, a claim that is deleted or gets no volume, or objects that have the
-    names of children but belong to another owner or an earlier run. The operator takes over only
-    the claim that an earlier run left for the next one.
+    KubeRay that is missing, a claim that does not exist, is deleted or gets no volume, or objects
+    that have the names of children but belong to another owner or an earlier run. The operator
+    takes over only the claim that an earlier run left for the next one.
     """
     run, observed = state.run, state.observed
     if state.creation_error:
@@ -148,7 +150,7 @@ def _objects_in_the_way(state: State) -> Obstacle | None:
     # The RayCluster first: who deletes the others before it loses what trains there.
     found = sorted(state.observed.children.items(), key=lambda item: item[0].kind != "RayCluster")
     for child, manifest in found:
-        if manifest is None:
+        if manifest is None or child == users_claim_of(state.run):
             continue
         waits = _waits_for(state.run, child, manifest)
         if waits:
@@ -187,21 +189,25 @@ def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
 
 def _unusable_claim(state: State) -> Obstacle | None:
     """Return the obstacle of a claim that not all pods can mount, or that gets no volume."""
-    made = state.observed.children.get(Child(CLAIM_KIND, claim_name(state.run)))
-    for claim in filter(None, (made, state.observed.users_claim)):
-        if why := unsuitable(state.run, claim):
-            return Obstacle(Reason.CLAIM_UNSUITABLE, why)
+    claim = state.observed.child(CLAIM_KIND, claim_name(state.run))
+    if claim is None:
+        return None
+    if why := unsuitable(state.run, claim):
+        return Obstacle(Reason.CLAIM_UNSUITABLE, why)
     problems = [pod.problem.message for pod in state.observed.pods if pod.problem]
-    if made and (why := unbound(made, problems, state.now)):
+    if created_claim(state.run) and (why := unbound(claim, problems, state.now)):
         return Obstacle(Reason.CLAIM_PENDING, why)
     return None
 
 
 def _deleted_claim(state: State) -> Obstacle | None:
-    """Return the obstacle if the volume claim that the run uses was deleted.
+    """Return the obstacle if the volume claim that the run uses was deleted or never created.
 
     Kubernetes keeps a deleted claim until no pod uses it, and no new pod can use it. A new claim is
     empty: with checkpoints in the old one, the run would silently begin again at step 0.
+
+    The run waits for the user's own claim, whose access modes decide where its pods go. Its volume
+    may outlive it, so that the next claim of that name may have the checkpoints again.
     """
     if not state.claim_lost:
         return None
@@ -214,6 +220,16 @@ def _deleted_claim(state: State) -> Obstacle | None:
             f"volume claim {name} was deleted: its checkpoints are lost when the pods of the run "
             f"end. Copy them now (kubectl cp from pod {_saver(state)}, folder /checkpoints)",
         )
+    if users_claim_of(state.run):
+        lacks = "does not exist" if gone else "is being deleted"
+        waits = f"waiting for volume claim {name} (checkpoint.volumeClaim), which {lacks}: create"
+        if saved is None:
+            return Obstacle(Reason.CLAIM_PENDING, f"{waits} it", rebuild=True)
+        message = (
+            f"{waits} it with the volume that has the checkpoint of step {saved.step}, and the run "
+            "resumes. With an empty volume it begins at step 0"
+        )
+        return Obstacle(Reason.CHECKPOINTS_LOST, message, rebuild=True)
     if saved:
         return Obstacle(
             Reason.CHECKPOINTS_LOST,
@@ -325,7 +341,8 @@ def provision(state: State) -> Result:
         result |= Result(tokens=tokens_secret(run, state.key))
     if any(found is None for found in children.values()):
         tokens = tokens_name(run, state.key.id)
-        desired = desired_children(run, state.images, tokens, state.observed.users_claim)
+        claim = state.observed.child(CLAIM_KIND, claim_name(run))
+        desired = desired_children(run, state.images, tokens, claim)
         missing = {child for child, found in children.items() if found is None}
         create = tuple(manifest for manifest in desired if Child.of(manifest) in missing)
         result |= Result(create=create)

@@ -128,5 +128,5 @@ def code_config_map(run: AgenticRun) -> Child | None:
 def users_claim_of(run: AgenticRun) -> Child | None:
     """Return the claim for checkpoints that belongs to the user and is never written."""
     storage = run.spec.storage
-    name = storage.volume_claim.claim_name if storage and storage.volume_claim else None
-    return Child(CLAIM_KIND, name) if name else None
+    users = storage and storage.volume_claim and storage.volume_claim.claim_name
+    return Child(CLAIM_KIND, claim_name(run)) if users else None

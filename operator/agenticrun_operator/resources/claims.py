@@ -32,7 +32,7 @@ def checkpoint_claim_name(run: AgenticRun) -> str | None:
     storage = storage_of(run)
     if storage is None or storage.volume_claim is None:
         return None
-    return storage.volume_claim.claim_name or claim_name(run)
+    return claim_name(run)
 
 
 def checkpoint_claim(run: AgenticRun, claim: VolumeClaim) -> Manifest:

@@ -38,8 +38,10 @@ def run_config_name(run: AgenticRun) -> str:
 
 
 def claim_name(run: AgenticRun) -> str:
-    """Return the name of the claim that is created for the run's checkpoints."""
-    return f"{run.metadata.name}-checkpoints"
+    """Return the name of the claim for the run's checkpoints: the user's own or the created one."""
+    storage = run.spec.storage
+    users = storage.volume_claim.claim_name if storage and storage.volume_claim else None
+    return users or f"{run.metadata.name}-checkpoints"
 
 
 def storage_of(run: AgenticRun) -> Checkpoint | None:
@@ -109,7 +111,7 @@ def pod_volumes(run: AgenticRun, role: Role, tokens: str) -> tuple[Mounted, ...]
     storage = storage_of(run)
     claim = storage.volume_claim if storage else None
     if claim and role in SAVES:
-        source = {"persistentVolumeClaim": {"claimName": claim.claim_name or claim_name(run)}}
+        source = {"persistentVolumeClaim": {"claimName": claim_name(run)}}
         volumes.append(_mounted("checkpoints", CHECKPOINT_DIR, source))
     return tuple(volumes)
 

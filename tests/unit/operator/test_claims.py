@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api import ConditionType, InvalidRun, Outcome, Phase, parse_run
+from agenticrun_api import ConditionType, InvalidRun, Outcome, Phase, Role, parse_run
 from agenticrun_api.load import parse_served
 from agenticrun_api.names import KIND
+from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.observing import Observer
-from agenticrun_operator.resources import CLAIM_KIND, Manifest, unsuitable
+from agenticrun_operator.planning.times import format_time
+from agenticrun_operator.resources import CLAIM_KIND, Child, Manifest, unsuitable
 from operator_world import KEY, NAME, Operator, World, happened
 from runs import Change, run_with
 
@@ -275,8 +277,10 @@ async def test_a_claim_of_the_users_is_read_and_never_written() -> None:
             world.objects[CLAIM_KIND, "data"] = stored
         observer = Observer(world, world, world.watched, KEY, lambda: world.now)
         objects = await observer.read_objects(parse_served(world.run), fresh=True)
-        assert objects.users_claim == stored
-        assert all(child.kind != CLAIM_KIND for child in objects.children)
+        claims = {
+            child: found for child, found in objects.children.items() if "Claim" in child.kind
+        }
+        assert claims == {Child(CLAIM_KIND, "data"): stored}
 
 
 @pytest.mark.parametrize(
@@ -301,3 +305,154 @@ async def test_the_access_mode_of_the_users_claim_decides_where_pods_go(
     if cluster:
         head = cluster["spec"]["headGroupSpec"]["template"]["spec"]
         assert ("affinity" in head) is bound
+
+
+def users_claim(world: World) -> Manifest | None:
+    return world.objects.get((CLAIM_KIND, "data"))
+
+
+async def trains_on_the_users_claim(world: World, saved: int | None = 1) -> Operator:
+    world.add_claim("data")
+    operator = await a_run(world, {"claimName": "data"})
+    time = format_time(world.now)
+    checkpoint = CheckpointStatus(step=saved, uri="/checkpoints/1", time=time) if saved else None
+    world.drive(1, checkpoint=checkpoint)
+    await operator.settle(2)
+    assert world.status.phase is Phase.RUNNING
+    return operator
+
+
+async def test_a_run_waits_for_the_users_claim_which_decides_where_its_pods_go() -> None:
+    world = World()
+    operator = await a_run(world, {"claimName": "data"})
+    reason, message = provisioned(world)
+    assert (world.status.phase, reason) == (Phase.PENDING, "ClaimPending")
+    assert "waiting for volume claim data" in message
+    assert "does not exist" in message
+    assert "create it" in message
+    assert ("RayCluster", NAME) not in world.objects
+    assert users_claim(world) is None, "it is the user's to create"
+    world.add_claim("data")
+    await operator.settle(4)
+    head = world.objects["RayCluster", NAME]["spec"]["headGroupSpec"]["template"]["spec"]
+    assert "affinity" in head
+    assert len(world.jobs) == 1
+    assert provisioned(world)[0] == "ClusterCreated"
+
+
+@pytest.mark.parametrize("held", [True, False])
+async def test_pods_that_wait_for_the_users_claim_are_made_again_with_it(held: bool) -> None:
+    """A claim that comes later may have other access modes, and no new pod mounts one that goes."""
+    world = World()
+    world.add_claim("data", "ReadWriteMany")
+    world.apply_run(("spec.checkpoint", {"volumeClaim": {"claimName": "data"}}))
+    operator = Operator(world)
+    await operator.reconcile()
+    world.make_pods(ready=False)
+    if held:
+        world.delete_claim("data")
+    else:
+        del world.objects[CLAIM_KIND, "data"]
+    await operator.settle(3)
+    assert users_claim(world) is None
+    assert ("RayCluster", NAME) not in world.objects
+    assert provisioned(world)[0] == "ClaimPending"
+    world.add_claim("data")
+    world.now += timedelta(seconds=30)
+    await operator.settle(6)
+    head = world.objects["RayCluster", NAME]["spec"]["headGroupSpec"]["template"]["spec"]
+    assert "affinity" in head
+    assert [job.attempt for job in world.jobs] == [1]
+
+
+@pytest.mark.parametrize("change", [("suspend", True), ("roles", {"env": {"replicas": 3}}), None])
+async def test_pods_stay_while_the_users_claim_is_being_deleted(
+    change: tuple[str, Any] | None,
+) -> None:
+    world = World()
+    operator = await trains_on_the_users_claim(world)
+    world.delete_claim("data")
+    world.now += timedelta(seconds=20)
+    world.drive(1)
+    await operator.settle(1)
+    reason, message = provisioned(world)
+    assert reason == "CheckpointsLost"
+    assert "volume claim data was deleted" in message
+    assert "Copy them now" in (world.status.message or "")
+    if change:
+        world.change_run(change)
+    else:
+        world.delete_pod(Role.TRAINER)
+        world.end_driver(Outcome.FAILED)
+    for _ in range(20):
+        world.drive(2)
+        await operator.settle(2)
+        world.now += timedelta(seconds=30)
+    assert users_claim(world), "its checkpoints can still be copied"
+    assert world.pods(Role.DRIVER)
+    assert world.stop_requests == 0
+    assert provisioned(world)[0] == "CheckpointsLost"
+    assert happened(world).count("CheckpointsLost") == (2 if change == ("suspend", True) else 1)
+
+
+async def test_a_run_that_ends_keeps_its_pods_while_the_users_claim_is_being_deleted() -> None:
+    world = World()
+    operator = await trains_on_the_users_claim(world)
+    world.delete_claim("data")
+    world.end_driver(Outcome.SUCCEEDED)
+    await operator.settle(4)
+    world.now += timedelta(seconds=60)
+    await operator.settle(4)
+    assert world.status.phase is Phase.SUCCEEDED
+    assert users_claim(world)
+    assert world.pods()
+    assert provisioned(world)[0] == "CheckpointsLost"
+
+
+async def test_a_run_waits_for_the_users_claim_with_its_checkpoints_to_come_back() -> None:
+    """A volume may outlive its claim, and only the user knows; an empty claim starts at step 0."""
+    world = World()
+    operator = await trains_on_the_users_claim(world)
+    world.delete_cluster()
+    world.collect_garbage()
+    del world.objects[CLAIM_KIND, "data"]
+    await operator.settle(16)
+    reason, message = provisioned(world)
+    assert (world.status.phase, reason) == (Phase.RESTARTING, "CheckpointsLost")
+    assert "the checkpoint of step 1" in message
+    assert len(world.jobs) == 1
+    world.add_claim("data")
+    world.now += timedelta(seconds=60)
+    await operator.settle(8)
+    assert len(world.jobs) == 2
+
+
+async def test_a_claim_that_goes_is_reported_although_a_pod_is_being_removed() -> None:
+    world = World()
+    operator = await a_run(world, SMALL)
+    time = format_time(world.now)
+    world.drive(1, checkpoint=CheckpointStatus(step=1, uri="/checkpoints/1", time=time))
+    await operator.settle(2)
+    world.lose_node(Role.ENV)
+    world.evict_lost_pods()
+    world.now += timedelta(seconds=100)
+    world.delete_claim()
+    for _ in range(4):
+        world.drive(1)
+        await operator.settle(1)
+    assert "NodeLost" in happened(world)
+    assert provisioned(world)[0] == "CheckpointsLost"
+
+
+async def test_the_users_claim_costs_a_run_that_trains_one_request_per_full_look() -> None:
+    world = World()
+    operator = await trains_on_the_users_claim(world)
+    world.now += timedelta(seconds=20)
+    await operator.reconcile(changed=False)
+    world.requests.clear()
+    for _ in range(40):
+        world.now += timedelta(seconds=2)
+        world.drive(1)
+        await operator.reconcile(changed=False)
+    assert world.requests.count(f"get {CLAIM_KIND}") <= 80 / 20
+    assert provisioned(world)[0] == "ClusterCreated"
