@@ -265,7 +265,7 @@ class Algorithm(Model):
     step_reward_weight: Coefficient = 1.0
     """gigpo: weight of the advantage among the group's turns at equal states."""
     norm_mean_type: Over = "group"
-    """gigpo: the set of which the mean is subtracted."""
+    """gigpo: the set whose mean is subtracted."""
     norm_std_type: Over = "group"
     """grpo and gigpo: the set of which the standard deviation is the divisor. none: no division."""
     whiten_rewards: bool = False
@@ -317,9 +317,9 @@ class RewardNormalization(Model):
     """The meaning of `group` below: the batch, the trajectory's group, its tag, or (step_reinforce)
     equal states of its group."""
     norm_mean_type: Over = "none"
-    """The set of which the mean is subtracted."""
+    """The set whose mean is subtracted."""
     norm_std_type: Over = "none"
-    """The set of which the standard deviation is the divisor."""
+    """The set whose standard deviation is the divisor."""
 
 
 Level = Literal["token", "segment", "geometric", "sequence"]

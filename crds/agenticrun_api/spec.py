@@ -128,7 +128,7 @@ class ModelSpec(Model):
 
 
 CREDENTIALS = "(https?://[^/]*@|ssh://[^/@]*:[^/@]*@)"
-"""The begin of an address with a password, or with a user that may be a token."""
+"""Prefix of a URL that contains credentials: a password, or a user that may be a token."""
 
 
 def _no_credentials(field: str) -> Rule:

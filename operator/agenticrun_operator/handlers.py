@@ -1,7 +1,7 @@
 """Connects kopf's start-up and clean-up to the `OperatorRuntime`.
 
 kopf watches nothing here: its watches end the whole operator when KubeRay's CRD is deleted, do not
-notice one that appears, and do not report what was deleted in a gap (docs/decisions/0002).
+notice a CRD that appears, and do not report what was deleted in a gap (docs/decisions/0002).
 `watches.py` does that instead.
 """
 
@@ -40,7 +40,7 @@ def register(registry: kopf.OperatorRegistry, runtime: OperatorRuntime) -> None:
 
 
 class Endless:
-    """The same delay again and again, for one that reads it from the beginning."""
+    """An infinite sequence of one delay. Each iteration starts over."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds

@@ -273,7 +273,7 @@ class Observed:
     the object does not exist. While a run trains or is suspended, only the RayCluster is read, and
     a claim that was deleted."""
     pods: tuple[Pod, ...] = ()
-    """The pods of the run's RayCluster, and orphans of one that was deleted."""
+    """The pods of the run's RayCluster, and orphans of a deleted RayCluster."""
     job: Job | NoJob | Unreachable = Unreachable("there is no head pod to ask")
     """The job of `status.job.submissionId`."""
     progress: Progress | NoReport | Unreachable = Unreachable("there is no head pod to ask")
@@ -492,7 +492,7 @@ def head_name(cluster: Manifest | None) -> str | None:
 
 
 def _as_claimant(pod: Pod, claimants: list[Pod]) -> Pod:
-    """Return the pod as one that is not ready, if other pods claim to be the head, too."""
+    """Mark the pod as not ready if other pods claim to be the head, too."""
     if pod not in claimants:
         return pod
     others = ", ".join(other.name for other in claimants if other is not pod)

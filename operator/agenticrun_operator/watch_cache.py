@@ -63,7 +63,7 @@ class WatchCache(Generic[T]):
             self.put(item)
 
     def put(self, item: Manifest) -> None:
-        """Keep a new or changed object. One that is known in this version is no change."""
+        """Keep a new or changed object. Ignore it if its resourceVersion has not changed."""
         name, run = _name(item), self._run_of(item)
         version = item["metadata"]["resourceVersion"]
         known = self._versions.get(name)

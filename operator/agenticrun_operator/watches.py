@@ -79,7 +79,7 @@ class Watch:
         self._failures = 0
         self._trouble = ""
         self._version: str | None = None
-        """The newest one that was seen; None: the objects must be listed."""
+        """The newest resourceVersion that was seen; None: the objects must be listed."""
 
     @property
     def name(self) -> str:

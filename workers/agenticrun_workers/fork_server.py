@@ -169,10 +169,11 @@ def _ended(calls: dict[int, int]) -> Iterator[tuple[int, int]]:
         if found is None:
             return
         if found.si_pid in sockets:
-            kill(found.si_pid)  # what it may have left of its group, while the number is taken
+            # Kill what is left of its process group before waitpid frees the pid for reuse.
+            kill(found.si_pid)
         _, status = os.waitpid(found.si_pid, 0)
         call = sockets.pop(found.si_pid, None)
-        if call is not None:  # else something that was started by a module that was imported
+        if call is not None:  # None: an imported module has started this process
             del calls[call]
             yield call, os.waitstatus_to_exitcode(status)
 

@@ -107,7 +107,7 @@ class RunHead:
         self._transport = transport
         self._clock = clock
         self._proved: dict[tuple[str, str, str], _ProvedHead] = {}
-        """By identity. The one that was asked last is the last one."""
+        """By identity, the most recently asked last."""
 
     async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
         try:

@@ -274,7 +274,7 @@ def request(state: State, action: Configure | RequestStop, since: datetime | Non
     Args:
         state: the state.
         action: the request.
-        since: when the request was first wanted; one that was sent before is an earlier one.
+        since: when the request was first wanted; a request that was sent before is an older one.
     """
     last, sent_at = state.observed.last_action or (None, None)
     sent = last == action and sent_at is not None and (since is None or sent_at >= since)

@@ -1,4 +1,4 @@
-"""The objects of a run: what is missing, what is in the way, and what has to go."""
+"""The objects of a run: the missing ones, obstacles to them, and objects to delete."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Obstacle:
     final: bool = False
     """True if no retry helps, so that the run fails."""
     rebuild: bool = False
-    """True if the RayCluster must be deleted first, because its pods hold what is in the way."""
+    """True if the RayCluster must be deleted first, because its pods hold the obstacle."""
 
     @property
     def needs_action(self) -> bool:

@@ -278,7 +278,7 @@ def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) 
     )
     if damaged_control_fields(stored):
         event = Event(Reason.INVALID_CONFIG, f"status is damaged: {message}"[:1024], "Warning")
-        return Plan(events=(event,))  # a write would lose what is left of these fields
+        return Plan(events=(event,))  # a write would delete the readable rest of these fields
     if not started:
         fields = {"phase": Phase.FAILED, "completion_time": format_time(now)}
         fields["observed_generation"] = metadata.generation

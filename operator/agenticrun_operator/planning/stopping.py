@@ -10,7 +10,7 @@ its next restart, so that a run that is resumed, at any moment, continues as aft
 Kubernetes places pods one by one. So two runs can each hold a part of the GPUs that both need, and
 wait for the rest forever. At the startup deadline a run gives its pods back and queues: it tries
 again after a wait that doubles each time. The wait differs between runs (jitter by the run's uid),
-so that one of them finds all GPUs free.
+so that one run finds all GPUs free.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def unsuitable(run: AgenticRun, manifest: Manifest) -> str | None:
 
     Args:
         run: the run.
-        manifest: the user's own claim, or one that an earlier run of this name left.
+        manifest: the user's own claim, or the claim that an earlier run of this name left.
     """
     claim = created_claim(run)
     if claim is None:

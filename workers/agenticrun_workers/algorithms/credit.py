@@ -128,8 +128,8 @@ class Episodes:
                 turn = int(np.argmin(np.isfinite(values_K)))
                 trajectory = int(numbers_N[owners(self.cu_turns_N1)[turn]])
                 raise ValueError(
-                    f"{name} of trajectory {trajectory} holds {values_K[turn]}: "
-                    "count it out as env_error"
+                    f"{name} of trajectory {trajectory} contains {values_K[turn]}; "
+                    "report the trajectory with stop reason env_error instead"
                 )
 
 

@@ -341,7 +341,7 @@ def _finite(tokens: Tokens, name: str, user: str) -> NDArray[Any]:
     run(kernels.all_finite, tokens.cu_trajectories_N1, tokens.turns_L, array_L, finite_N)
     if not finite_N.all():
         raise ValueError(
-            f"{name} of trajectory {int(np.argmin(finite_N))} of this rank is not finite: "
-            "count it out as env_error"
+            f"{name} of trajectory {int(np.argmin(finite_N))} of this rank is not finite; "
+            "report the trajectory with stop reason env_error instead"
         )
     return array_L

@@ -164,7 +164,7 @@ def convert(composition: Composition, name: str) -> Conversion:
     if not any(key in composition.config for key in ("custom_envs", "train_env_manager")):
         raise ConvertError(
             "neither custom_envs nor train_env_manager: only files of ROLL's agentic pipeline can "
-            "be converted, not those of its others (RLVR, SFT, DPO, distillation)"
+            "be converted (not RLVR, SFT, DPO or distillation)"
         )
     notes = Notes()
     config = _with_todays_names(composition.config, notes)

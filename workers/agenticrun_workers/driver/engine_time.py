@@ -28,7 +28,7 @@ class EngineTime:
         few_requests  seats that are free while the engine computes others
         weights       no request in computation during a weight sync
         gate          no episode in flight: the trainers compute, or the staleness gate is closed
-        env           episodes in flight, and no request: environments, agents or judges are at it
+        env           episodes in flight, but no request: environments, agents or judges work
         lost          no engine: it died, did not answer or was too slow, or one was starting
 
     The whole is the seats of as many engines as are wanted, there or not. An engine counts between
@@ -74,7 +74,7 @@ class EngineTime:
 
     async def _read(self) -> Mapping[str, EngineStats]:
         """Count the time since the last reading."""
-        now = time.perf_counter()  # one that does not answer is waited for, after the others
+        now = time.perf_counter()  # unresponsive engines are waited for, after the others
         answers = await self._stats()
         for engine, stats in answers.items():
             if known := self._newest.get(engine):

@@ -67,7 +67,7 @@ class Watched:
     metrics: dict[str, float]
     """guard/<name>: 1 while the alarm is up, else 0."""
     messages: tuple[str, ...]
-    """One for each alarm that went up or down at this step."""
+    """A message for each alarm that started or ended at this step."""
 
 
 class GuardWatch:

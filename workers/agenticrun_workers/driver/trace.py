@@ -76,7 +76,7 @@ class TraceSession:
         self._ending = asyncio.Lock()
 
     async def between_steps(self, step: int) -> None:
-        """End the recording if it has its steps, and begin one that was asked for.
+        """End the recording if it has its steps, and begin a requested one.
 
         Never fails: a trace that cannot be recorded does not stop training.
 

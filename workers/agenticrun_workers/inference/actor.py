@@ -287,7 +287,7 @@ class EngineActor(Traced):
             self._record_failure(error)
 
     async def _watch(self) -> None:
-        """Poll the engine until it fails, because one that is frozen fails no request."""
+        """Poll the engine until it fails, because a frozen engine fails no request."""
         logged = ""
         pace = Pace()
         while not self._broken.done():
@@ -329,7 +329,7 @@ MIN_PREFILL = 10.0
 
 
 class Pace:
-    """Tells an engine that computes, however slowly, from one that only answers polls.
+    """Distinguishes an engine that computes, however slowly, from one that only answers polls.
 
     Counts the polls at which the engine has requests, from one at which it has computed another
     `MIN_TOKENS` to the next. Why tokens of all requests together: one step per minute is slow for

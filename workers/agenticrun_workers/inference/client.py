@@ -47,7 +47,7 @@ OLD_LOAD_SECONDS = 5.0
 """Time after which a client asks an engine again that other clients had kept busy."""
 
 MAX_LOST_ENGINES = 3
-"""Engines that may die of a request. Otherwise one that crashes them would end all of them."""
+"""Give up on a request after it has killed this many engines, or it would kill them all."""
 
 
 class RequestRefused(Exception):
@@ -119,7 +119,7 @@ class _EngineLink:
         self.frames: Frames | None = None
         """The connection, if there is one. Without it requests wait in `in_flight`."""
         self.reachable = True
-        """False from a connection that breaks or fails to one that succeeds."""
+        """False from a broken or failed connection until the next successful one."""
         self.interrupted: list[_Waiting] = []
         """Requests that were sent on the connection that broke last, until there is another."""
         self.listener: asyncio.Task[None] | None = None

@@ -60,7 +60,7 @@ class EngineStats:
     kv_polls: int = 0
     computed_tokens: int | None = None
     """Tokens of prompts and responses computed so far, those of requests in flight included. It may
-    count some twice: it is for telling an engine that computes from one that is stuck. None: the
+    count some twice: it only distinguishes a computing engine from a stuck one. None: the
     engine does not know."""
     prefilling: int = 0
     """Tokens in computation that `computed_tokens` will count all at once, in the end."""

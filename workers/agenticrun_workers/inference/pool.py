@@ -70,7 +70,7 @@ class _Slot:
     engine_id: str = ""
     """The engine that serves here; empty while one starts."""
     keeper: asyncio.Task[None] | None = None
-    """Starts the engine here, or watches the one that serves."""
+    """Starts the engine in this slot, or watches the serving engine."""
 
 
 class EnginePool:

@@ -86,7 +86,7 @@ async def enough_of(starts: Sequence[asyncio.Future[T]], needed: int) -> set[asy
         The actors that have not ended.
 
     Raises:
-        Exception: the error of one that failed. All are cancelled then.
+        Exception: the error of the first call that failed. All others are cancelled.
     """
     waiting = set(starts)
     try:

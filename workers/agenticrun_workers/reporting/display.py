@@ -183,7 +183,7 @@ class RunView:
     step: int
     max_steps: int
     metrics: Mapping[str, float]
-    """Those of the newest step and the newest validation."""
+    """Metrics of the newest step and the newest validation."""
     rewards: Sequence[float] = ()
     """Mean score of each step, the oldest first."""
     validations: Sequence[float] = ()

@@ -105,7 +105,7 @@ class RolloutPosition:
     next_group: int = 0
     pending_groups: tuple[int, ...] = ()
     requeued_groups: tuple[int, ...] = ()
-    """Those of `pending_groups` that had grown too old: batches wait for them."""
+    """Pending groups that have grown too old and run again: batches wait for them."""
 
 
 Discard = Callable[[list[EpisodeResult]], Awaitable[None]]

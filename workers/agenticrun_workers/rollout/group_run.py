@@ -83,7 +83,7 @@ class GroupRun:
         """The result of each member that is `_Missing.STALE`."""
         self._running: dict[_Episode, EpisodeTask] = {}
         self._ended: list[_Episode] = []
-        """Those of `_running` that have ended, in this order."""
+        """Ended episodes of `_running`, in the order in which they ended."""
         self._aborted: set[_Episode] = set()
         """Episodes that `play` has stopped because enough others had finished."""
         self._changed = asyncio.Event()

@@ -4,7 +4,7 @@ A trajectory counts only once it is stored here: data in an env worker is lost w
 
 The store takes a tenth of its pod's memory. What comes while that is full waits on disk: it is the
 newest, so it is trained on last. A disk that takes no more, or that hangs, loses nothing either:
-then trajectories stay in memory. The attempt ends only if one that lies there cannot be read.
+then trajectories stay in memory. The attempt ends only if a spilled trajectory cannot be read.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class TrajectoryStore:
 
         Raises:
             KeyError: there is no such trajectory.
-            DamagedBlock: the disk returns others than it got.
+            DamagedBlock: the data read back differs from what was written.
             HungDisk: the disk returns nothing.
         """
         wanted = [self._stored[key] for key in keys]

@@ -1,6 +1,6 @@
 """Runs Python code in a sandbox process, watches it, and collects its output.
 
-The code runs in one process that cannot start another, so killing that one ends everything. Layers,
+The code runs in one process that cannot start another, so killing it ends everything. Layers,
 each of which works without privileges, as root and as any other user:
 
     limits             memory, processor time, size and number of open files, no core dumps

@@ -137,7 +137,7 @@ class RankBatch:
     ref_logprobs: list[FloatArray] | None = None
     values: list[Values] | None = None
     samples: list[Sample] = field(init=False)
-    """One per sequence; until `compute_advantages` with weight 1 on every response token."""
+    """A sample per sequence; until `compute_advantages` with weight 1 on every response token."""
 
     def __post_init__(self) -> None:
         parts = [policy_samples(trajectory) for trajectory in self.trajectories]

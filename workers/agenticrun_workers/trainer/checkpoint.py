@@ -232,7 +232,7 @@ def _module_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) ->
         module, _listed(optimizer), options=_options(module)
     )
     if optimizer is not None and fresh:
-        # torch makes the state by a step without gradients, and that one would count.
+        # torch makes the state by a step without gradients, which would count as a step.
         for state in optimizer.state.values():
             state["step"].zero_()
     if (

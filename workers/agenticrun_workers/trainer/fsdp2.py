@@ -105,8 +105,8 @@ def shard(
 ) -> None:
     """Fully shard a module over the ranks, layer by layer. Gradients are summed, not averaged.
 
-    One rank has nothing to shard, but FSDP2 also computes in another dtype than the parameters' and
-    offloads them: for these it is used on one rank too, so that there is one implementation.
+    A single rank has nothing to shard, but still goes through FSDP2 when mixed precision or offload
+    is on, so that there is only one code path.
 
     Args:
         module: the root.
