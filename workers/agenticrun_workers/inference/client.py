@@ -177,6 +177,7 @@ class GenerationClient:
             engines: the engines.
             retired: engines that have left alive. The others that are gone have died.
         """
+        # Requests of engines that have left alive must not count a death against themselves.
         for engine_id in set(self._links) - set(engines):
             self._drop(self._links[engine_id], died=engine_id not in retired)
         for engine_id, handle in engines.items():
@@ -217,6 +218,8 @@ class GenerationClient:
     def _plan_flush(self) -> None:
         if not self._flush_planned:
             self._flush_planned = True
+            # Requests of one turn of the event loop go out in one frame: env workers submit
+            # thousands at once.
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
@@ -233,16 +236,22 @@ class GenerationClient:
 
     def _choose(self, request: GenerationRequest) -> _EngineLink:
         """Return the engine that holds the prefix, unless another one is worth the loss of it."""
+        # If no engine can be reached, requests still wait at one: the break may last a second only.
         reachable = [link for link in self._links.values() if link.reachable]
         held = self._links.get(self._sessions.get(request.session, ""))
         if held is not None and not held.reachable and reachable:
             held = None
+        # The engine caches the prefix of the session, so staying is cheaper than a shorter queue.
         if held is not None and not held.load_now().full:
             return held
         links = reachable or list(self._links.values())
+        # The power of two choices: nearly as even as the minimum over all, but clients that see the
+        # same loads do not all pick the same engine.
         candidates = self._random.sample(links, k=min(2, len(links)))
         link = min(candidates, key=lambda candidate: candidate.load_now().tokens)
         if held is not None:
+            # Another engine computes the whole prompt again: worth it only if its queue is shorter
+            # by more.
             prefix = len(request.prompt_tokens) / PROMPT_TOKENS_PER_SAMPLED
             if held.load.tokens <= link.load.tokens + prefix:
                 return held
@@ -257,6 +266,7 @@ class GenerationClient:
                     address = await link.handle.call(lambda engine: engine.requests_address())
                 frames = await connect(address, self._name)
             except (ActorDied, OSError) as error:
+                # An unavailable actor may come back: only the pool decides that it is dead.
                 if isinstance(error, ActorDied) and not isinstance(error, ActorUnavailable):
                     log.warning(
                         "engine %s died (%s): its %d requests move to other engines",
@@ -269,9 +279,12 @@ class GenerationClient:
                     return
                 log.warning("engine %s cannot be reached: %r", link.engine_id, error)
                 link.reachable = False
+                # With no other engine, waiting for this one is all that is left.
                 if any(other.reachable for other in self._links.values()):
                     self._withdraw(link)
             else:
+                # Requests that died with an earlier connection do not count against this engine
+                # again.
                 link.reachable, link.interrupted = True, []
                 await self._listen_to(link, frames)
             await asyncio.sleep(RECONNECT_SECONDS)
@@ -282,6 +295,8 @@ class GenerationClient:
         First send the requests of an earlier connection again, because the engine has aborted them.
         """
         if link.in_flight:
+            # The engine aborts the requests of a connection that breaks, so all of them are sent
+            # again, from the tokens received so far.
             frames.write([waiting.for_an_engine() for waiting in link.in_flight.values()])
         link.outgoing, link.frames = [], frames
         try:
@@ -302,6 +317,7 @@ class GenerationClient:
         del self._links[link.engine_id]
         if link.listener is not None and link.listener is not asyncio.current_task():
             link.listener.cancel()
+        # Only requests that the engine had received may have killed it, not those queued for it.
         sent = link.interrupted if link.frames is None else list(link.in_flight.values())
         self._withdraw(link)
         for waiting in sent if died else ():
@@ -324,6 +340,7 @@ class GenerationClient:
                 link.in_flight[answer.request_id].take(answer)
             return
         waiting = link.in_flight.pop(answer.request_id, None)
+        # Aborted by its caller, or answered by the engine that took it over.
         if waiting is None or waiting.done.done():
             return
         if answer.generation is None:

@@ -178,6 +178,8 @@ class EnginePool:
         slots = [self._new_slot() for _ in range(self._count)]
         starts = [asyncio.create_task(self._add(slot)) for slot in slots]
         try:
+            # An error of the first start is a mistake in the run's settings, not a death: no retry
+            # helps.
             late = await enough_of(starts, self._count if needed is None else needed)
         except UnusableModel as error:
             raise InvalidConfig("spec.model.path", str(error)) from error
@@ -207,6 +209,8 @@ class EnginePool:
         An engine that dies while it sleeps is replaced after `wake`. Waits for engines that are
         starting, but not for engines without a pod.
         """
+        # First no new start, then wait for the running ones: an engine that starts uses GPU memory
+        # that the trainers need.
         self._awake.clear()
         await self._none_starts.wait()
         await self._call_all("sleep", lambda engine: engine.sleep())
@@ -240,12 +244,15 @@ class EnginePool:
             report = await weights.update(receivers, version, handover)
         for engine_id, error in report.failed.items():
             log.warning("%s did not load version %d: %s", engine_id, version, error)
+            # It has the old weights, or a mix of both: no response of it may be trained on.
             receivers[engine_id].handle.kill()
         if report.failed:
             for slot in self._slots:
                 if slot.engine_id in report.failed:
                     self._forget(slot)
             await self._tell()
+        # An engine that loads weights works, so deaths before it were not the model's or the
+        # options' fault.
         if len(report.failed) < len(receivers):
             self._deaths = 0
         return report
@@ -263,6 +270,7 @@ class EnginePool:
         }
         if not asked:
             return {}
+        # Engines that still owe an answer are not asked again: calls would pile up at a frozen one.
         self._asked |= asked
         for name, task in asked.items():
             task.add_done_callback(functools.partial(self._has_answered, name))
@@ -340,6 +348,7 @@ class EnginePool:
         """Start an engine in a slot, and watch it from the moment at which it serves."""
         engine_id = f"engine-{self._spawned}"
         self._spawned += 1
+        # Waits until a pod has room; only then does the start count as using the devices.
         handle = await self._spawn(engine_id, slot.number)
         try:
             async with self._uses_devices():
@@ -357,6 +366,7 @@ class EnginePool:
     @asynccontextmanager
     async def _uses_devices(self) -> AsyncIterator[None]:
         """Begin when the engines have the devices. `sleep` waits until the `with` block ends."""
+        # `sleep` may clear it again between the wake-up and our turn.
         while not self._awake.is_set():
             await self._awake.wait()
         self._starting += 1
@@ -380,6 +390,7 @@ class EnginePool:
             placement = await handle.call(lambda engine: engine.placement())
             receiver = Receiver(handle, placement.node_id)
             async with self._changing:
+                # Before the first sync it serves nothing and gets the weights with all others.
                 if self._weights is not None and self._weights.version is not None:
                     await self._weights.join(engine_id, receiver)
                 self._receivers[engine_id] = receiver
@@ -449,6 +460,7 @@ class EnginePool:
             left: list[str] = []
             async with self._changing:  # none of them is loading weights
                 for slot in self._first_to_leave()[: self.leaving]:
+                    # Removed while the lock is held, so that its keeper cannot join it again.
                     self._slots.remove(slot)
                     if slot.keeper is not None:
                         slot.keeper.cancel()

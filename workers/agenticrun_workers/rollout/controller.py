@@ -198,6 +198,8 @@ class RolloutController:
         counts, self._counts = self._counts, RolloutCounts()
         self._dropped.clear()
         counts.length_bias = float(np.mean([group.length_bias for group in groups]))
+        # This batch makes the next version, so the oldest version that a token of the next batch may
+        # have rises, too.
         self._set_bounds(self._gate.version + 1)
         self._requeue_stale()
         count(GROUPS_READY, len(self._ready))
@@ -209,16 +211,21 @@ class RolloutController:
         Groups with members that ran again must still fit into the batches of their last steps.
         """
         size, newest = self._gate.groups_per_batch, self._bounds.newest
+        # Oldest first, so that fewer groups become too old. Among equals, groups that already had
+        # to run again.
         self._ready.sort(key=lambda r: (r.oldest_version(newest), not r.requeued, r.number))
         if len(self._ready) < size:
             return False
         unfinished = [*self._running.values(), *self._pending]
         waited_for = [run for run in (*self._ready[size:], *unfinished) if run.requeued]
         last_steps = sorted(run.oldest_version(newest) + self._max_age for run in waited_for)
+        # Taking a batch now leaves the others one step less: each must still get a place in a batch
+        # before its last step.
         fits = all(
             place <= (last_step - self._gate.version) * size
             for place, last_step in enumerate(last_steps, start=1)
         )
+        # Waiting cannot help if nothing runs: pending groups begin as others end.
         nothing_to_wait_for = not self._running  # pending groups begin as others end
         return fits or nothing_to_wait_for or not any(run.requeued for run in unfinished)
 
@@ -261,6 +268,8 @@ class RolloutController:
             if self._pending:
                 run = self._pending.pop(0)
             else:
+                # Numbers of an evicted environment are skipped, not renumbered: seeds and data set
+                # items follow the number.
                 while self._breaker.leaves_out(self._plan.tag(self._next_group)):
                     self._next_group += 1
                 run = GroupRun(self._next_group, self._plan)
@@ -307,6 +316,7 @@ class RolloutController:
         refused = group is not None and chosen is not None and chosen.refuses(group.scores)
         await self._discard([*finished.surplus, *(group.results if group and refused else ())])
         if group is None or refused:
+            # It will not be in a batch, so another group may start in its place.
             self._gate.cancel()
             self._counts.dropped += group is None
             self._dropped[run.tag] += group is None

@@ -136,6 +136,8 @@ class GroupRun:
                 if not self._running:
                     break
                 if len(self.kept) >= self.plan.group_size:
+                    # Redundant members are no longer needed. They end soon, with the tokens sampled
+                    # so far.
                     backend.abort(self.number)
                     self._aborted.update(self._running)
                 await self._changed.wait()
@@ -148,6 +150,8 @@ class GroupRun:
     def _needed(self) -> list[int]:
         """Return the missing members that must start for the group to become full."""
         needed = self.plan.group_size - len(self.kept) - len(self._running)
+        # Redundancy is for slow members of the first round only: re-rolls of failed ones would
+        # multiply it.
         if not self._attempts:
             needed += self.plan.redundancy
         return sorted(self._missing)[: max(0, needed)]
@@ -191,9 +195,11 @@ class GroupRun:
         if result.trainable:
             self.kept.append(result)
             finished.untrainable += [each for each in result.others if not each.trainable]
+        # Stopped on our request, because the group was full: neither a failure nor too old.
         elif result.stop_reason is StopReason.ABORTED and stopped:
             self._count_unneeded(result, finished)
         elif result.stop_reason is StopReason.STALE:
+            # Not the environment's failure: it may run again as often as needed, without a re-roll.
             self._missing[member] = _Missing.STALE
             self._stale[member] = result
         else:
@@ -238,6 +244,7 @@ class GroupRun:
         self._unneeded += finished.surplus
         finished.aborted_tokens += sum(result.response_tokens for result in finished.surplus)
         kept = trainable(self.kept)
+        # One member has nothing to be compared with, so its group would teach nothing.
         if len(kept) < min(2, self.plan.group_size):
             finished.surplus += kept
         else:
