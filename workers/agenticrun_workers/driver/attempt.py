@@ -111,6 +111,8 @@ class AttemptRunner:
         following: asyncio.Task[None] | None = None
         try:
             await self.requests.unless_stopped(actors.start())
+            # Replicas may change while a checkpoint is restored, which takes minutes for large
+            # models.
             following = asyncio.create_task(_follow_replicas(actors, self.requests, progress))
             restored = (
                 await store.restore(
@@ -179,6 +181,7 @@ class AttemptRunner:
                 for tracker in trackers:
                     await asyncio.to_thread(tracker.close)
         finally:
+            # Stopped first, or it would start engines and env workers during `actors.stop`.
             if following is not None:
                 following.cancel()
             await actors.stop()
@@ -243,6 +246,7 @@ def report_of(error: BaseException, step: int) -> FinalReport:
         return _report(Outcome.FAILED, Reason.INVALID_CONFIG, str(error), retryable=False)
     if isinstance(error, GuardTripped):
         return _report(Outcome.FAILED, "GuardTripped", str(error), retryable=False)
+    # The message goes into a condition of the run; the log has the whole error.
     line = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, ActorDied):
         return _report(

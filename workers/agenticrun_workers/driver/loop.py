@@ -196,10 +196,13 @@ class Loop:
             if self._fresh:
                 await self._begin()
             await self._plan_schedules()
+            # A restarted attempt has made its steps and ends as Succeeded. A first attempt that has
+            # nothing to learn is a mistake in the settings.
             if self.early_end and not self._parts.restarted:
                 raise InvalidConfig("spec.pipeline.maxSteps", self.early_end)
             self._parts.progress.started()
             while True:
+                # `maxSteps` may change while the run trains, so it is read before each step.
                 while await self._has_steps():
                     await self._run_step()
                 await self._sync_weights_if_due()
@@ -209,6 +212,7 @@ class Loop:
                     return
         except StopRequested:
             self._parts.progress.activity(Activity.STOPPING)
+            # A stop during the warm-up saves nothing: it is not a state that a run resumes from.
             if not self._fresh:
                 await self._save()
             raise
@@ -268,6 +272,7 @@ class Loop:
             )
             log.warning("%s", self.early_end)
             self._parts.progress.activity(Activity.TRAINING, self.early_end)
+            # Validation, checkpoint and report at the last step then happen as at a planned end.
             self._pipeline = self._pipeline.model_copy(update={"max_steps": self._step})
             self._parts.validator.configure(self._pipeline)
 
@@ -285,6 +290,8 @@ class Loop:
                     if failed := metrics.get("warmup/discarded"):
                         message += f", {failed:.0f} episodes failed"
                     self._parts.progress.activity(Activity.WARMUP, message)
+        # After the warm-up: the KL penalty should measure what RL changes, not what the warm-up
+        # taught.
         await self._parts.trainers.freeze_reference()
         if self._parts.validator.enabled:
             with span("random_baseline"):

@@ -198,8 +198,8 @@ class RolloutController:
         counts, self._counts = self._counts, RolloutCounts()
         self._dropped.clear()
         counts.length_bias = float(np.mean([group.length_bias for group in groups]))
-        # This batch makes the next version, so the oldest version that a token of the next batch may
-        # have rises, too.
+        # This batch makes the next version, so the oldest version that the next batch may contain
+        # rises, too.
         self._set_bounds(self._gate.version + 1)
         self._requeue_stale()
         count(GROUPS_READY, len(self._ready))

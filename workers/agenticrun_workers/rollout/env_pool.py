@@ -294,6 +294,8 @@ class EnvPool(TrainingBackend):
     async def run(self, task: EpisodeTask) -> EpisodeResult:
         if self._failure is not None:
             raise self._failure
+        # A re-roll of a group that killed workers runs alone from its start, so that it can take no
+        # other group with it again.
         given_up = (task.key.stream, task.key.group) in self._given_up
         opened = _Open(
             task,
@@ -341,6 +343,7 @@ class EnvPool(TrainingBackend):
     @override
     def abort(self, group: int) -> None:
         for opened in self._waiting:
+            # No worker has it yet, so the answer is ours to give.
             if opened.group == (Stream.TRAIN, group):
                 opened.abort()
         for worker in self._gone:
@@ -351,6 +354,7 @@ class EnvPool(TrainingBackend):
             fresh = [opened for opened in runs.values() if not opened.aborting]
             for opened in fresh:
                 opened.aborting = True
+                # Still in our own queue: the worker has never seen it.
                 if opened.submitted is None:
                     worker.outgoing.remove(opened)
                     worker.episodes -= 1
@@ -419,6 +423,8 @@ class EnvPool(TrainingBackend):
             min(able, key=lambda candidate: candidate.episodes),
         )
         worker.add(opened)
+        # One call for all tasks of this turn of the event loop: calls of actors cost more than
+        # tasks.
         if not self._flush_planned:
             self._flush_planned = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -451,6 +457,7 @@ class EnvPool(TrainingBackend):
 
         The stores refuse what it sends after that, as if it had died.
         """
+        # After the time limit the worker leaves with its episodes, which run again elsewhere.
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
                 if worker.open:
@@ -475,6 +482,8 @@ class EnvPool(TrainingBackend):
 
     async def _hand_over(self, worker: _Worker, death: BaseException | None = None) -> None:
         """Give the tasks of a worker that is gone to others. `death`: see `_reassign`."""
+        # Before any other worker runs these episodes: a late trajectory of this one must not
+        # replace theirs.
         await self._refuse(worker)
         self._gone.remove(worker)
         self._reassign(worker, death)
@@ -497,10 +506,12 @@ class EnvPool(TrainingBackend):
         surplus = len(staying) + len(self._joining) - self._count
         for _ in range(-surplus):
             self._begin_to_join()
+        # Workers that still start leave first: they have no episodes to drain.
         for joining in list(self._joining)[: max(surplus, 0)]:
             self._joining.remove(joining)
             joining.cancel()
             surplus -= 1
+        # Whole nodes become empty first, because only then can a cluster give them back.
         nodes = {worker: self._node_of(worker.handle) for worker in staying}
         for worker in in_leaving_order(nodes)[: max(surplus, 0)]:
             worker.leaving = True

@@ -117,8 +117,10 @@ def shard(
         options: of the run.
     """
     own = next(module.parameters()).dtype
+    # Plain PyTorch: a single rank shards nothing, converts nothing and offloads nothing.
     if ranks.size == 1 and dtype == own and not options.offload_policy:
         return
+    # FSDP2 needs a process group, also of one rank.
     if not torch.distributed.is_initialized():
         join_alone(device)
     mesh = init_device_mesh(device.type, (ranks.size,))
@@ -133,7 +135,8 @@ def shard(
         else OffloadPolicy()
     )
     for unit in [*layers, module]:
-        # The root's backward pass begins at once.
+        # Not the root: its backward pass follows its forward pass at once, so freeing its weights
+        # would only gather them twice.
         reshard = options.reshard_after_forward and unit is not module
         fully_shard(
             unit,
@@ -235,6 +238,7 @@ def score(
     result = [np.zeros(len(sample.tokens_T), np.float32) for sample in samples]
     for batch in model.batcher.split(samples, responses):
         batch.put(model.module(batch, temperature)[0], result)
+    # No backward pass follows that would do it.
     model.reshard()
     return result
 

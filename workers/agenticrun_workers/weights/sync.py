@@ -167,9 +167,11 @@ class WeightSync:
             return await self._update_by_broadcast(receivers, version)
         by = self._weight_transport(transport)
         report = await files.publish(by, receivers, version, handover)
+        # After a handover the trainers are off their devices and cannot export again.
         if handover is None and any(
             isinstance(error, CorruptBucket) for error in report.failed.values()
         ):
+            # A delta on damaged contents would be damaged, too.
             files.forget_contents()
             report = await files.publish(by, receivers, version)
         _raise_failure(report, InvalidConfig)
@@ -193,6 +195,7 @@ class WeightSync:
         """
         report = await self._whole.publish(self._object_store, receivers, None)
         _raise_failure(report, BaseException)
+        # With adapters, whole weights are needed only here: their memory is freed until then.
         if await self._files_for_engines() is not self._whole:
             await self._whole.release()
 
@@ -246,6 +249,7 @@ class WeightSync:
             "a broadcast goes into the engines themselves, which know of no adapters"
         )
         if self._spec.transport != "Broadcast":
+            # Collective: every rank has to take part, though only rank 0 answers.
             plan, *_ = await asyncio.gather(
                 *(trainer.call(lambda rank: rank.merge_plan()) for trainer in self._trainers)
             )
@@ -380,6 +384,7 @@ class FileSync:
             node_id: ReplayStream() for node_id in nodes
         }
         files: dict[str, ReplayStream[WeightFile]] = {node_id: ReplayStream() for node_id in places}
+        # Receivers of these nodes fail alone; the others get their weights.
         for place, error in unreachable.items():
             files[place].close(error)
         loading: list[asyncio.Task[float]] = []
@@ -393,6 +398,8 @@ class FileSync:
         try:
             async with _watched(nodes.values()):
                 if handover is not None:
+                    # The export needs the trainers' devices, so it must be complete before they are
+                    # handed over.
                     await sending[0]
                     await handover()
                 loading += [
@@ -428,6 +435,7 @@ class FileSync:
         """
         home, node = await self._node(self._home), await self._node(receiver.node_id)
         missing = [written for written in self._written if not node.holds(written)]
+        # The caller lets the trainers export again.
         if not all(map(home.holds, missing)):
             return False
         async with _watched((home, node)):
