@@ -44,6 +44,8 @@ lock: setup ## Compile locks/*.txt from pyproject.toml (UPGRADE=1: to the newest
 	  $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
 	    --extra $$name $$([ $$name != workers ] || echo --extra megatron --extra deepspeed) \
 	    $$([ $$name = dev ] || echo --constraint locks/dev.txt) pyproject.toml -o locks/$$name.txt; done
+	@$(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
+	  --constraint locks/dev.txt locks/trl.in -o locks/trl.txt
 	@for name in $(ENGINE_NAMES); do \
 	  $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) $(ENGINE_LOCKING) --extra $$name pyproject.toml -o locks/$$name.txt && \
 	  $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) $(ENGINE_LOCKING) --override locks/$$name-cpu.overrides locks/$$name-cpu.in -o locks/$$name-cpu.txt || exit 1; done

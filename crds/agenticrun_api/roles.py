@@ -255,7 +255,8 @@ class PodRole(Model):
     RDMA devices, a memory request below its limit. Each quantity in one of the two forms."""
     pod_template: PodTemplate | None = None
     cpus: Quantity = "1"
-    """CPU request of a pod. There is no CPU limit, because throttling slows RL down."""
+    """CPU request of a pod. There is no CPU limit, because throttling slows RL down. Without GPUs,
+    trainers and embedded engines that wait for each other (`staleness.max: 0`) use all cores."""
     memory: Quantity = "2Gi"
     """Memory request and limit of a pod."""
     gpus: Annotated[int, Field(ge=0, le=16)] = 0

@@ -1,4 +1,4 @@
-"""Placement of actors on the pods of their role.
+"""Placement of actors on the pods of their role, and the cores that they have there.
 
 Only those pods offer the Ray resource of the role's name.
 """
@@ -10,10 +10,12 @@ import socket
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from agenticrun_api import Role
 from agenticrun_workers.launch import current_node
+from agenticrun_workers.pod_memory import CGROUPS
 
 Member = TypeVar("Member")
 
@@ -33,13 +35,35 @@ class Placement:
     pid: int
     gpus: tuple[str, ...] = ()
     """Ids of the GPUs that are reserved for it."""
+    cores: int = 1
+    """CPU cores that its process may use."""
 
 
 def current_placement(actor: str, role: Role) -> Placement:
     """Return the placement of the calling actor."""
     node = current_node()
     pod = os.environ.get("POD_NAME") or socket.gethostname()
-    return Placement(actor, role, node.node_id, pod, os.getpid(), node.gpus)
+    return Placement(actor, role, node.node_id, pod, os.getpid(), node.gpus, usable_cores())
+
+
+def usable_cores(root: Path = CGROUPS) -> int:
+    """Return the CPU cores that this process may use: the machine's, or its pod's CPU limit.
+
+    Args:
+        root: where the control groups are mounted, version 1 or 2.
+    """
+    cores = len(os.sched_getaffinity(0))
+    try:
+        if (root / "cpu.max").exists():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            quota = (root / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu" / "cpu.cfs_period_us").read_text().strip()
+    except OSError:  # not in a container
+        return cores
+    if quota in {"max", "-1"}:
+        return cores
+    return max(1, min(cores, int(quota) // int(period)))
 
 
 def check_placement(placement: Placement, roles: Collection[str]) -> None:

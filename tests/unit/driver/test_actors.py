@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from agenticrun_api import Role, parse_run
-from agenticrun_workers.driver.actors import RunActors, _until_death
+from agenticrun_workers.driver.actors import RunActors, _until_death, torch_threads
 from agenticrun_workers.launch import ActorUnavailable
 from agenticrun_workers.launch.liveness import FROZEN_POLLS, POLL_SECONDS
 from agenticrun_workers.models.source import TokenizerCorpus
 from agenticrun_workers.placement import Placement
 from rollout_fakes import Remote
-from runs import run_with
+from runs import Change, run_with
 from virtual_clock import on_virtual_clock
 
 LIMIT = FROZEN_POLLS * POLL_SECONDS
@@ -80,3 +80,75 @@ async def test_nobody_keeps_the_handle_of_an_env_worker_that_is_gone() -> None:
     assert actors._vacant(Role.ENV, handles) == ["pod-1", "pod-2"]
     await actors.stop()
     assert handles[0].killed
+
+
+CPUS: tuple[Change, ...] = (
+    ("spec.roles.trainer", {"cpus": "2"}),
+    ("spec.roles.inference", {"cpus": "3"}),
+)
+ON_CLUSTER: Change = ("metadata.uid", "1234")
+ASYNCHRONOUS: Change = ("spec.pipeline.staleness", {"max": 1, "offPolicy": "Ignore"})
+CRITIC: tuple[Change, ...] = (
+    ("spec.roles.critic", {}),
+    ("spec.pipeline.algorithm", {"name": "gae"}),
+    ("spec.pipeline.critic", {}),
+)
+
+
+def threads(*changes: Change) -> tuple[int, int]:
+    """Return the threads of a rank and of an engine on 16 cores."""
+    run = parse_run(run_with(*changes))
+    return torch_threads(run, Role.TRAINER, 16), torch_threads(run, Role.INFERENCE, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ((), (16, 16)),
+        (CPUS, (16, 16)),
+        ((ASYNCHRONOUS,), (8, 8)),
+        ((("spec.roles.inference", {"replicas": 3}),), (16, 5)),
+        ((("spec.roles.inference", {"replicas": 3}), ASYNCHRONOUS), (4, 4)),
+        (CRITIC, (8, 16)),
+    ],
+    ids=["alternating", "requests", "asynchronous", "engines", "asynchronous engines", "critic"],
+)
+def test_on_one_machine_all_cores_compute(
+    changes: tuple[Change, ...], expected: tuple[int, int]
+) -> None:
+    assert threads(*changes) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (CPUS, (16, 16)),
+        ((*CPUS, ASYNCHRONOUS), (2, 3)),
+        ((ASYNCHRONOUS,), (1, 1)),
+        ((("spec.roles.inference", {"replicas": 3}),), (16, 16)),
+    ],
+    ids=["alternating", "asynchronous", "defaults", "engines on pods of their own"],
+)
+def test_pods_use_all_cores_in_turn_and_their_requests_at_once(
+    changes: tuple[Change, ...], expected: tuple[int, int]
+) -> None:
+    assert threads(ON_CLUSTER, *changes) == expected
+
+
+@pytest.mark.parametrize("where", [(), (ON_CLUSTER,)], ids=["machine", "cluster"])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("spec.pipeline.deterministic", True), (2, 3)),
+        (("spec.pipeline.actorInfer", {"strategy": {"name": "vllm"}}), (2, 3)),
+    ],
+    ids=["deterministic", "server"],
+)
+def test_deterministic_runs_and_servers_keep_to_their_requests(
+    where: tuple[Change, ...], change: Change, expected: tuple[int, int]
+) -> None:
+    assert threads(*where, *CPUS, change) == expected
+
+
+def test_ranks_with_gpus_share_the_request_of_their_pod() -> None:
+    assert threads(ON_CLUSTER, ("spec.roles.trainer", {"gpus": 4, "cpus": "8"}))[0] == 2

@@ -265,16 +265,9 @@ class RunActors:
             spec.pipeline.actor_infer.strategy.gpus if spec.roles.of(spec.engine_role).gpus else 0
         )
 
-    def _threads(self, role: Role) -> int:
-        """Return the torch threads of one actor: the CPU request of its pod, divided by its actors.
-
-        The cores of the machine do not count, because pods share them: threads that wait for each
-        other on busy cores are several times slower than one. Ray's default would be one thread,
-        because our actors reserve no CPU.
-        """
-        spec = self._run.spec
-        pods = spec.engine_role if role is Role.INFERENCE else role
-        return max(1, int(quantity(spec.roles.of(pods).cpus)) // spec.actors_per_pod(pods)[role])
+    def _threads(self, role: Role, place: Placement) -> int:
+        """Return the torch threads of one actor. Ray's default would be one."""
+        return torch_threads(self._run, role, place.cores)
 
     def _check(self, placement: Placement) -> Placement:
         """Note where an actor runs.
@@ -341,10 +334,9 @@ class RunActors:
             *critics,
         ]
         parts, *_ = await asyncio.gather(
-            self._set_up(trainers, sources),
+            self._set_up(trainers, placements, sources),
             self._set_up_scoring(references, Role.REFERENCE, sources),
             self._set_up_scoring(critics, Role.CRITIC, sources),
-            self._place(others),
         )
         for node_id in dict.fromkeys(placement.node_id for placement in placements):
             here = ActorOptions(node_id=node_id, max_concurrency=MANY_CALLS)
@@ -378,17 +370,20 @@ class RunActors:
         ]
 
     async def _place(self, ranks: Sequence[ActorHandle[RankActor]]) -> list[Placement]:
-        """Note where ranks run."""
+        """Return where ranks run."""
         placements = await asyncio.gather(
             *(actor.call(lambda rank: rank.placement()) for actor in ranks)
         )
         return [self._check(placement) for placement in placements]
 
     async def _set_up(
-        self, trainers: list[ActorHandle[TrainerActor]], sources: ModelSources
+        self,
+        trainers: list[ActorHandle[TrainerActor]],
+        places: list[Placement],
+        sources: ModelSources,
     ) -> list[int]:
         """Load the policy, and return the share of each batch that each rank gets."""
-        threads = self._threads(Role.TRAINER)
+        threads = self._threads(Role.TRAINER, places[0])
         meeting = await trainers[0].call(lambda rank: rank.rendezvous())
         return await asyncio.gather(
             *(actor.call(lambda rank: rank.setup(sources, meeting, threads)) for actor in trainers)
@@ -403,7 +398,7 @@ class RunActors:
         """Load reference or critic, if it has ranks of its own."""
         if not actors:
             return
-        threads = self._threads(role)
+        threads = self._threads(role, (await self._place(actors))[0])
         meeting = await actors[0].call(lambda rank: rank.rendezvous())
         await asyncio.gather(
             *(actor.call(lambda rank: rank.setup(sources, meeting, threads)) for actor in actors)
@@ -443,7 +438,10 @@ class RunActors:
         source = await asyncio.shield(self._source)
         await actor.call(
             lambda engine: engine.start(
-                self._pipeline, source, self._gpus_of_engine, self._threads(Role.INFERENCE)
+                self._pipeline,
+                source,
+                self._gpus_of_engine,
+                self._threads(Role.INFERENCE, self._places[actor]),
             )
         )
 
@@ -502,6 +500,43 @@ class RunActors:
     async def _engines_changed(self, engines: dict[str, ActorHandle[EngineActor]]) -> None:
         await self.envs.set_endpoints(engines, self.stores, self.engines.retired)
         self._on_change()
+
+
+def torch_threads(run: AgenticRun, role: Role, cores: int) -> int:
+    """Return the torch threads of one rank or engine.
+
+    In a synchronous run, trainers and engines wait for each other. Idle threads sleep, so on CPUs
+    each side has threads for all cores, and nothing changes when the other side takes over. With
+    staleness both compute at once. Threads that wait for each other on busy cores are slow, so the
+    cores are shared: by the requests of pods, and equally on one machine.
+
+    Args:
+        role: what the actor does.
+        cores: CPU cores that its process may use.
+    """
+    spec, pipeline = run.spec, run.spec.pipeline
+    pods = spec.engine_role if role is Role.INFERENCE else role
+    on_pod = spec.actors_per_pod(pods)[role]
+    # GPUs leave the CPUs to other pods, servers poll while they are idle, and the bits of a
+    # deterministic run depend on the number of threads.
+    if (
+        spec.roles.of(pods).gpus
+        or pipeline.actor_infer.strategy.name != "transformers"
+        or pipeline.deterministic
+    ):
+        return max(1, int(quantity(spec.roles.of(pods).cpus)) // on_pod)
+    if run.metadata.uid:  # on a Kubernetes cluster
+        shared = int(quantity(spec.roles.of(pods).cpus))
+        return max(1, (shared if pipeline.staleness.max else cores) // on_pod)
+    engines = spec.actors(Role.INFERENCE)
+    ranks = sum(
+        spec.actors(each)
+        for each in (Role.TRAINER, Role.REFERENCE, Role.CRITIC)
+        if spec.roles.has(each)
+    )
+    if pipeline.staleness.max:
+        return max(1, cores // (engines + ranks))
+    return max(1, cores // (engines if role is Role.INFERENCE else ranks))
 
 
 def _fixed_pools(spec: AgenticRunSpec) -> dict[Role, str]:
