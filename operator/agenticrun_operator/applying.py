@@ -28,9 +28,18 @@ from agenticrun_operator.cluster import (
     TooLarge,
 )
 from agenticrun_operator.metrics import CONFLICTS, REFUSED_SUBMISSIONS, STATUS_WRITES, SUBMISSIONS
-from agenticrun_operator.planning import Configure, JobAction, Plan, RequestStop, Stop, Submit
+from agenticrun_operator.planning import (
+    Configure,
+    Delete,
+    JobAction,
+    Plan,
+    RequestStop,
+    Stop,
+    Submit,
+)
 from agenticrun_operator.resources import Event, Manifest
 from agenticrun_operator.slow_writes import PATIENCE_SECONDS, SlowWrites
+from agenticrun_operator.workqueue import Key
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +92,8 @@ class Applier:
         """
         objects = ((plan.tokens,) if plan.tokens else ()) + plan.create
         names = {_creation(manifest): manifest for manifest in objects}
-        self._slow_writes.keep_only(run.key, {*names, *((_change(run),) if plan.cluster else ())})
+        change = {_change(run)} if plan.cluster else set()
+        self._slow_writes.keep_only(run.key, {*names, *change, *map(_deletion, plan.delete)})
         version = run.metadata.uid, run.metadata.generation
         deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
         for name, manifest in names.items():
@@ -167,23 +177,37 @@ class Applier:
         self._refused.discard(run.metadata.uid)
         self._slow_writes.keep_only(run.key)
 
-    async def delete_and_report(self, plan: Plan, document: Manifest) -> None:
-        """Carry out the deletions and post the events of a plan whose status is stored."""
-        for delete in plan.delete:
-            namespace, child = document["metadata"]["namespace"], delete.child
-            try:
-                await self._kube.delete(
-                    child.kind,
-                    namespace,
-                    child.name,
-                    delete.uid,
-                    force=delete.force,
-                    propagation="Foreground" if delete.foreground else "Background",
-                )
-            except Denied as error:  # an older chart does not let the operator delete pods
-                log.warning("cannot delete %s %s: %s", child.kind, child.name, error)
+    async def delete_and_report(self, plan: Plan, document: Manifest) -> dict[str, ClusterError]:
+        """Carry out the deletions and post the events of a plan whose status is stored.
+
+        Returns:
+            The errors of deletions, by the uid of the object.
+        """
+        metadata, loop = document["metadata"], asyncio.get_running_loop()
+        key, deadline = (metadata["namespace"], metadata["name"]), loop.time() + PATIENCE_SECONDS
+        errors = await asyncio.gather(*(self._delete(key, item, deadline) for item in plan.delete))
         for event in plan.events:
             await self._report(document, event)
+        found = zip(plan.delete, errors, strict=True)
+        return {delete.uid: error for delete, error in found if error}
+
+    async def _delete(self, key: Key, delete: Delete, deadline: float) -> ClusterError | None:
+        child = delete.child
+        write = functools.partial(
+            self._kube.delete,
+            child.kind,
+            key[0],
+            child.name,
+            delete.uid,
+            force=delete.force,
+            propagation="Foreground" if delete.foreground else "Background",
+        )
+        try:
+            await self._slow_writes.finish(key, _deletion(delete), delete, deadline, write)
+        except ClusterError as error:
+            log.warning("cannot delete %s %s: %s", child.kind, child.name, error)
+            return error
+        return None
 
     async def act_on_job(self, action: JobAction, head: HeadAddress) -> str | None:
         """Carry out the action on the job of a plan whose status is stored.
@@ -233,6 +257,10 @@ class Applier:
 
 def _creation(manifest: Manifest) -> str:
     return f"creation of {manifest['kind']} {manifest['metadata']['name']}"
+
+
+def _deletion(delete: Delete) -> str:
+    return f"deletion of {delete.child.kind} {delete.child.name}"
 
 
 def _change(run: AgenticRun) -> str:

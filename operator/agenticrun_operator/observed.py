@@ -247,6 +247,18 @@ class JobTrouble:
 
 
 @dataclass(frozen=True)
+class DeletionTrouble:
+    """A deletion that the apiserver has not carried out so far."""
+
+    error: ClusterError
+    """The last answer."""
+    since: datetime
+    """Time of the first failure."""
+    asked_at: datetime
+    """Time of the last request."""
+
+
+@dataclass(frozen=True)
 class Edit:
     """A change of an object of the run that someone else has made, and that is to be undone."""
 
@@ -292,6 +304,8 @@ class Observed:
     """The last action on the job that this operator carried out, and when."""
     deletions: Mapping[str, datetime] = field(default_factory=dict)
     """When this operator last asked to delete an object, by uid."""
+    deletion_troubles: Mapping[str, DeletionTrouble] = field(default_factory=dict)
+    """The deletions that failed, by the uid of the object."""
     cluster_changed_at: datetime | None = None
     """When this operator last changed the RayCluster."""
     scaling_refusal: tuple[ClusterError, datetime] | None = None

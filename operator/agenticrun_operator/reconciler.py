@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
 
 from agenticrun_api import (
     Activity,
@@ -38,7 +39,7 @@ from agenticrun_operator.cluster import (
 from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.logs import note_attempt
 from agenticrun_operator.metrics import CONFLICTS, UNREADABLE_RUNS
-from agenticrun_operator.observed import JobTrouble, Observed
+from agenticrun_operator.observed import DeletionTrouble, JobTrouble, Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import (
     JobAction,
@@ -67,6 +68,8 @@ JITTER = 0.3
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class RunCache:
@@ -94,6 +97,8 @@ class RunCache:
     """The last action on the job that was carried out, and when."""
     deletions: Mapping[str, datetime] = field(default_factory=dict)
     """When an object was last asked to be deleted, by uid."""
+    deletion_troubles: Mapping[str, DeletionTrouble] = field(default_factory=dict)
+    """The deletions that failed, by the uid of the object."""
     cluster_changed_at: datetime | None = None
     """When this operator last changed the RayCluster."""
     scaling_refusal: tuple[int, ClusterError, datetime] | None = None
@@ -236,7 +241,7 @@ class Reconciler:
         cached = self._cache.get(key)
         if cached is None or not cached.run.status.phase.finished:
             return
-        if self._watched.children_may_exist(key):
+        if self._watched.children_may_exist(key) or cached.deletion_troubles:
             return
         state = RunState(key, cached.run.status)
         next_look = None if delay is None else self._clock() + timedelta(seconds=delay)
@@ -413,12 +418,37 @@ class Reconciler:
         asked = {delete.uid: self._clock() for delete in plan_.delete}
         cached = replace(
             cached,
-            deletions=_still_there(cached.deletions, cached.objects) | asked,
+            deletions=_still_there(cached.deletions, cached) | asked,
             progress=_newest_progress(cached, observed),
         )
-        self._cache[key] = cached
-        await self._applier.delete_and_report(plan_, {"metadata": cached.metadata})
+        self._cache[key] = cached  # known even if a request below ends this process
+        errors = await self._applier.delete_and_report(plan_, {"metadata": cached.metadata})
+        troubles = self._deletion_troubles(cached, plan_, errors)
+        if any(
+            uid not in cached.deletion_troubles
+            or type(cached.deletion_troubles[uid].error) is not type(error)
+            for uid, error in errors.items()
+        ):
+            plan_ = replace(plan_, requeue_after=RETRY_SECONDS)  # the status is to say it
+        refused = {uid for uid in errors if not isinstance(errors[uid], KubeUnavailable)}
+        cached = self._cache[key] = replace(
+            cached,
+            deletion_troubles=troubles,
+            deletions={uid: at for uid, at in cached.deletions.items() if uid not in refused},
+        )
         return plan_, cached
+
+    def _deletion_troubles(
+        self, cached: RunCache, plan_: Plan, errors: Mapping[str, ClusterError]
+    ) -> dict[str, DeletionTrouble]:
+        """Return the deletions that have failed, after those of a plan."""
+        now, before = self._clock(), _still_there(cached.deletion_troubles, cached)
+        asked = {delete.uid for delete in plan_.delete}
+        stay = {uid: trouble for uid, trouble in before.items() if uid not in asked}
+        return stay | {
+            uid: DeletionTrouble(error, before[uid].since if uid in before else now, now)
+            for uid, error in errors.items()
+        }
 
     async def _act_on_job(self, key: Key, cached: RunCache, plan_: Plan) -> None:
         if plan_.job is None:
@@ -489,6 +519,7 @@ class Reconciler:
             tokens_sent_at=cached.tokens_sent_at,
             last_action=cached.last_action,
             deletions=cached.deletions,
+            deletion_troubles=cached.deletion_troubles,
             cluster_changed_at=cached.cluster_changed_at,
             scaling_refusal=refusal and refusal[1:],
             end_time=end_time,
@@ -543,15 +574,14 @@ def _status_hash(document: Manifest) -> int:
     return hash(json.dumps(document.get("status"), sort_keys=True))
 
 
-def _still_there(
-    deletions: Mapping[str, datetime], objects: ObservedObjects
-) -> dict[str, datetime]:
-    """Return the deletions of objects that still exist."""
+def _still_there(deletions: Mapping[str, T], cached: RunCache) -> dict[str, T]:
+    """Return what is known of the deletions of objects that still exist."""
     if not deletions:
         return {}
-    manifests = (manifest for manifest in objects.children.values() if manifest)
-    uids = {pod.uid for pod in objects.pods} | {item["metadata"]["uid"] for item in manifests}
-    return {uid: asked for uid, asked in deletions.items() if uid in uids}
+    manifests = (manifest for manifest in cached.objects.children.values() if manifest)
+    uids = {pod.uid for pod in cached.objects.pods}
+    uids |= {item["metadata"]["uid"] for item in manifests} | {cached.metadata["uid"]}
+    return {uid: found for uid, found in deletions.items() if uid in uids}
 
 
 def _newest_progress(cached: RunCache, observed: Observed) -> Progress | None:

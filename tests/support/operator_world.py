@@ -155,6 +155,8 @@ class World:
     lost_at: datetime = START
     delete_errors: dict[str, ClusterError] = field(default_factory=dict)
     """The apiserver's answer to the deletion of a kind."""
+    delete_seconds: dict[str, float] = field(default_factory=dict)
+    """Time that webhooks take for the deletion of a kind, by the clock of the event loop."""
     put_error: ClusterError | None = None
     """The apiserver's answer to the change of a RayCluster."""
     stop_requests: int = 0
@@ -659,6 +661,8 @@ class World:
         propagation: Propagation = "Background",
     ) -> None:
         self._point(f"delete {kind}")
+        if seconds := self.delete_seconds.get(kind):
+            await asyncio.sleep(seconds)
         if kind in self.delete_errors:
             raise self.delete_errors[kind]
         found = self.objects.get((kind, name))

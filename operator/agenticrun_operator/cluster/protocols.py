@@ -76,6 +76,7 @@ class Kube(Protocol):
 
         Raises:
             Denied: rights are missing, or an admission policy prevents it.
+            WebhookUnavailable: an admission webhook fails. Webhooks may take half a minute.
         """
         ...
 

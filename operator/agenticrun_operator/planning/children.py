@@ -15,10 +15,19 @@ from agenticrun_operator.errors import (
     NotServed,
     Refused,
     TooLarge,
+    Unanswered,
     WebhookUnavailable,
 )
 from agenticrun_operator.planning.pods import is_stuck
-from agenticrun_operator.planning.result import Delete, Result, Said, note, text, warning
+from agenticrun_operator.planning.result import (
+    Delete,
+    Result,
+    Said,
+    Undeleted,
+    note,
+    text,
+    warning,
+)
 from agenticrun_operator.planning.situation import Rescaling, State, describe, kept_pods
 from agenticrun_operator.planning.times import format_span, format_time
 from agenticrun_operator.resources import (
@@ -265,12 +274,10 @@ def _obstacle_met(run: AgenticRun, error: ClusterError) -> Obstacle:
             f"nothing can be created in namespace {run.metadata.namespace}, because it is being "
             f"deleted or does not exist: apply the run in another namespace ({message})",
         )
-    for kind, reason in _BY_ERROR.items():
-        if isinstance(error, kind):
-            # The apiserver has accepted the objects of a run that has trained.
-            return Obstacle(reason, message, final=kind is TooLarge and run.status.job is None)
     if not isinstance(error, Refused):
-        return Obstacle(Reason.DENIED, message)
+        # The apiserver has accepted the objects of a run that has trained.
+        final = isinstance(error, TooLarge) and run.status.job is None
+        return Obstacle(_reason_of(error), message, final=final)
     if unknown := _fields_unknown_to_kuberay(run, message):
         return Obstacle(
             Reason.KUBERAY_TOO_OLD,
@@ -280,6 +287,11 @@ def _obstacle_met(run: AgenticRun, error: ClusterError) -> Obstacle:
     if run.status.job:
         return Obstacle(Reason.DENIED, message)
     return Obstacle(Reason.INVALID_CONFIG, message, final=True)
+
+
+def _reason_of(error: ClusterError) -> Reason:
+    found = (reason for kind, reason in _BY_ERROR.items() if isinstance(error, kind))
+    return next(found, Reason.DENIED)
 
 
 def _fields_unknown_to_kuberay(run: AgenticRun, refusal: str) -> list[str]:
@@ -303,10 +315,8 @@ def report_obstacle(state: State, obstacle: Obstacle) -> Result:
     before = state.status.obstacle
     same = before is not None and before.reason == obstacle.reason
     since = before.since if before and same else format_time(state.now)
-    # Look ever more rarely while it stays.
     age = state.seconds_since(since) if same else 0.0
     retried = obstacle.reason in _RETRIED or not obstacle.needs_action
-    longest = MAX_WAIT_SECONDS if retried else MAX_RETRY_SECONDS
     result = Result(
         fields={"obstacle": ObstacleStatus(reason=obstacle.reason.value, since=since)},
         conditions={
@@ -317,12 +327,22 @@ def report_obstacle(state: State, obstacle: Obstacle) -> Result:
                 event="Warning" if obstacle.needs_action else "Normal",
             )
         },
-        look_after=min(max(age / 2, WAIT_SECONDS), longest),
+        look_after=_pause(age, soon=retried),
     )
     if state.status.phase is not Phase.RUNNING:
         waits = Phase.PENDING if state.status.job is None else state.status.phase
         result |= Result(fields={"phase": waits})
     return result | Result(fields={"message": text(obstacle.message)})
+
+
+def _pause(age: float, *, soon: bool) -> float:
+    """Return the seconds until the next try: they grow with the age of the obstacle.
+
+    Args:
+        age: seconds since the first failure.
+        soon: True if the obstacle may be over at any time.
+    """
+    return min(max(age / 2, WAIT_SECONDS), MAX_WAIT_SECONDS if soon else MAX_RETRY_SECONDS)
 
 
 # -- creation --------------------------------------------------------------------------------------
@@ -500,6 +520,51 @@ def repair(state: State) -> Result:
 # -- deletion --------------------------------------------------------------------------------------
 
 
+def ask_to_delete(state: State, delete: Delete) -> Result:
+    """Ask the apiserver to delete an object, and report if it has not done so.
+
+    A request without effect is repeated after a while; one that failed after a wait that grows.
+    """
+    trouble = state.observed.deletion_troubles.get(delete.uid)
+    if trouble is None:
+        wait = state.wait_to_repeat(state.observed.deletions.get(delete.uid))
+        return Result(look_after=wait) if wait > 0 else Result(delete=(delete,))
+    reason, child = _reason_of(trouble.error), delete.child
+    age = (trouble.asked_at - trouble.since).total_seconds()
+    pause = _pause(age, soon=reason in _RETRIED)
+    wait = pause - state.seconds_since(trouble.asked_at)
+    # A request that is under way is not sent again: this reads its answer.
+    due = wait <= 0 or isinstance(trouble.error, Unanswered)
+    message = f"{child.kind} {child.name} cannot be deleted: {trouble.error}"
+    return Result(
+        delete=(delete,) if due else (),
+        undeleted=(Undeleted(child, reason, message),),
+        look_after=pause if due else wait,
+    )
+
+
+def report_undeleted(state: State, result: Result) -> Result:
+    """Show the first object that stays although it has to go.
+
+    Args:
+        state: the state.
+        result: all decisions.
+    """
+    if not result.undeleted:
+        return Result()
+    # What owns the pods comes before the pods.
+    first = min(result.undeleted, key=lambda item: item.child.kind == "Pod")
+    kinds, (reason, message) = ConditionType, (first.reason, first.message)
+    about = kinds.ROLES_READY if first.child.kind == "Pod" else kinds.CLUSTER_PROVISIONED
+    conditions = {about: Said("False", reason, message, event="Warning")}
+    stops = result.conditions.get(kinds.SUSPENDED)
+    if stops and stops.status == "Unknown" and not state.has_attempt:
+        conditions[kinds.SUSPENDED] = Said("Unknown", reason, message)
+    phase = result.fields.get("phase", state.status.phase)
+    trains = phase is Phase.RUNNING or phase.finished
+    return Result(fields={} if trains else {"message": text(message)}, conditions=conditions)
+
+
 def delete_cluster(state: State, why: str = "") -> Result:
     """Delete the run's own RayCluster.
 
@@ -511,31 +576,22 @@ def delete_cluster(state: State, why: str = "") -> Result:
     if cluster is None or is_deleting(cluster):
         return Result()
     uid = cluster["metadata"]["uid"]
-    asked = state.observed.deletions.get(uid)
-    wait = state.wait_to_repeat(asked)
-    if wait > 0:
-        return Result(look_after=wait)
-    first = (warning(Reason.CLUSTER_LOST, why),) if why and asked is None else ()
     is_run_deleted = state.run.metadata.deletion_timestamp is not None
-    return Result(
-        # A deleted run that a finalizer holds is gone only when its pods are.
-        delete=(Delete(Child("RayCluster", state.name), uid, foreground=is_run_deleted),),
-        events=first,
-        look_after=DELETED_SECONDS,
-    )
+    # A deleted run that a finalizer holds is gone only when its pods are.
+    delete = Delete(Child("RayCluster", state.name), uid, foreground=is_run_deleted)
+    asked = ask_to_delete(state, delete)
+    if not asked.delete:
+        return asked
+    first = (warning(Reason.CLUSTER_LOST, why),) if why and not _was_asked(state, uid) else ()
+    return asked | Result(events=first, look_after=DELETED_SECONDS)
 
 
 def remove_ownerless(state: State) -> Result:
     """Delete pods that a deleted RayCluster has left without an owner: nothing else does."""
     result = Result()
     for pod in state.observed.pods:
-        if pod.deleting or not (pod.orphan and pod.ownerless):
-            continue
-        wait = state.wait_to_repeat(state.observed.deletions.get(pod.uid))
-        if wait > 0:
-            result |= Result(look_after=wait)
-        else:
-            result |= Result(delete=(Delete(Child("Pod", pod.name), pod.uid),))
+        if not pod.deleting and pod.orphan and pod.ownerless:
+            result |= ask_to_delete(state, Delete(Child("Pod", pod.name), pod.uid))
     return result
 
 
@@ -549,15 +605,16 @@ def remove_stuck(state: State) -> Result:
         mine = pod.orphan or pod.run_uid == state.run.metadata.uid
         if not mine or not is_stuck(pod, state.now):
             continue
-        asked = state.observed.deletions.get(pod.uid)
-        if (wait := state.wait_to_repeat(asked)) > 0:
-            result |= Result(look_after=wait)
-        else:
-            result |= Result(delete=(Delete(Child("Pod", pod.name), pod.uid, force=True),))
-        if asked is None:
+        result |= ask_to_delete(state, Delete(Child("Pod", pod.name), pod.uid, force=True))
+        if not _was_asked(state, pod.uid):
             message = (
                 f"pod {pod.name} is removed: node {pod.node} has not ended it "
                 f"{format_span(60)} after its grace period"
             )
             result |= Result(events=(warning(Reason.NODE_LOST, message),))
     return result
+
+
+def _was_asked(state: State, uid: str) -> bool:
+    """Return True if the operator has asked for the deletion of an object before."""
+    return uid in state.observed.deletions or uid in state.observed.deletion_troubles

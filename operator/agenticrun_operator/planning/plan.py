@@ -21,6 +21,7 @@ from agenticrun_operator.planning.children import (
     remove_stuck,
     repair,
     report_obstacle,
+    report_undeleted,
     scale,
 )
 from agenticrun_operator.planning.result import (
@@ -117,6 +118,7 @@ def plan(
         state = state.with_fields(dict(resumed.fields))
         situation = find_situation(state, rescaling)
     result |= _decide(state, situation, rescaling)
+    result |= report_undeleted(state, result)
     return finish(run.status, result, run.metadata.generation, now, observed.last_status_write)
 
 

@@ -70,6 +70,16 @@ class Delete:
 
 
 @dataclass(frozen=True)
+class Undeleted:
+    """An object that stays although the operator has asked for its deletion."""
+
+    child: Child
+    reason: Reason
+    message: str
+    """What stays, and why."""
+
+
+@dataclass(frozen=True)
 class Submit:
     """Submit the job of `status.job`. Repeating is safe: Ray accepts each submission id once."""
 
@@ -162,6 +172,7 @@ class Result:
     create: tuple[Manifest, ...] = ()
     cluster: Manifest | None = None
     delete: tuple[Delete, ...] = ()
+    undeleted: tuple[Undeleted, ...] = ()
     job: JobAction | None = None
     look_after: float | None = None
     """Seconds until the next look, at most."""
@@ -176,6 +187,7 @@ class Result:
             create=self.create + other.create,
             cluster=self.cluster or other.cluster,
             delete=self.delete + other.delete,
+            undeleted=self.undeleted + other.undeleted,
             job=self.job or other.job,
             look_after=min(waits, default=None),
         )

@@ -38,7 +38,7 @@ from agenticrun_operator.planning.attempt import (
     stop_job,
     summarize,
 )
-from agenticrun_operator.planning.children import delete_cluster
+from agenticrun_operator.planning.children import ask_to_delete, delete_cluster
 from agenticrun_operator.planning.result import (
     Delete,
     RequestStop,
@@ -394,7 +394,7 @@ def clean_up(state: State) -> Result:
         return result
     if ttl > ended:
         return result | Result(look_after=ttl - ended)
-    return result | Result(delete=(Delete(Child(KIND, run.metadata.name), run.metadata.uid),))
+    return result | ask_to_delete(state, Delete(Child(KIND, run.metadata.name), run.metadata.uid))
 
 
 def _keep_pods(state: State) -> Result:

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from agenticrun_api import Outcome, Phase, Role
 from agenticrun_api.status import CheckpointStatus, StopCause
+from agenticrun_operator.cluster import ClusterError, Denied, WebhookUnavailable
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import OperatorKey
 from operator_world import KEY, NAME, Gpus, Operator, World
@@ -53,6 +54,7 @@ class AnyOrder(RuleBasedStateMachine):
         """Enough for the next attempt to begin."""
         self.world.reporter_down = self.world.ray_down = False
         self.world.storage_down = self.world.watches_hang = False
+        self.world.delete_errors.clear()
         self.world.bind_claims()
         asyncio.run(self.operators[0].settle(3))
         self.world.now += timedelta(seconds=30)
@@ -194,6 +196,10 @@ class AnyOrder(RuleBasedStateMachine):
     def ray_answers_or_not(self, down: bool) -> None:
         self.world.ray_down = down
 
+    @rule(error=st.sampled_from([None, Denied("no"), WebhookUnavailable("no answer")]))
+    def deletions_fail_or_not(self, error: ClusterError | None) -> None:
+        self.world.delete_errors = {} if error is None else {"RayCluster": error, "Pod": error}
+
     @rule(hang=st.booleans())
     def watches_hang_or_not(self, hang: bool) -> None:
         self.world.watches_hang = hang
@@ -254,6 +260,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.run_is_suspended_or_resumed(suspend=True)
         world = self.world
         world.watches_hang = False
+        world.delete_errors.clear()
         asked, saved = world.stop_requests, False
         for _ in range(60):
             stopping = world.status.stopping
@@ -348,6 +355,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.run_is_suspended_or_resumed(suspend=False)
         world.reporter_down = world.ray_down = False
         world.storage_down = world.watches_hang = False
+        world.delete_errors.clear()
         self.cluster_is_suspended_or_released(suspend=False)
         self.evicted_pods_are_gone()
         world.bind_claims()
@@ -372,6 +380,7 @@ class AnyOrder(RuleBasedStateMachine):
         world.delete_run()
         for _ in range(3):
             asyncio.run(self.operators[0].reconcile())
+            world.now += timedelta(seconds=30)  # a denied deletion is repeated after a while
         assert ("RayCluster", NAME) not in world.objects
         world.run["metadata"]["finalizers"] = []
         world.delete_run()
