@@ -29,8 +29,8 @@ from lake import Pods, behind_gate, small_lake
 from testcluster import ROOT, Cluster, CommandFailed, devcluster
 from waiting import eventually
 
-SYSTEM = "agenticrun-upgrade-system"
-RUNS = "agenticrun-upgrade"
+SYSTEM = "agenticrun-e2e-upgrade-system"
+RUNS = "agenticrun-e2e-upgrade"
 RELEASE = "agenticrun-upgrade"
 CHART = "charts/agenticrun"
 CRD = f"{CHART}/crds/agenticruns.yaml"
@@ -39,8 +39,8 @@ OURS = {"agenticrun": RELEASE, "agenticrun-system": SYSTEM}
 TRUE_WITHIN_SECONDS = 10.0
 """The status is true again so long after the new operator is ready."""
 READING_SECONDS = 25.0
-"""A person takes so long between two commands. An operator looks at everything every 20 s, so it
-has seen the CRD of another release then."""
+"""Time between two commands of a user. An operator looks at everything every 20 s, so it has seen
+the CRD of another release then."""
 SPARE_STEPS = 12
 """Steps that a run may make until it is told to go on, so that it does not end too early."""
 
