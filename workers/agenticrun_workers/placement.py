@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from agenticrun_api import Role
 from agenticrun_workers.launch import current_node
-from agenticrun_workers.pod_memory import CGROUPS
 
 Member = TypeVar("Member")
 
@@ -46,7 +45,7 @@ def current_placement(actor: str, role: Role) -> Placement:
     return Placement(actor, role, node.node_id, pod, os.getpid(), node.gpus, usable_cores())
 
 
-def usable_cores(root: Path = CGROUPS) -> int:
+def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the CPU cores that this process may use: the machine's, or its pod's CPU limit.
 
     Args:
