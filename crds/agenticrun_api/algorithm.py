@@ -407,7 +407,9 @@ class Guards(Model):
     """Number of consecutive optimizer steps that may be skipped because the gradient is not finite,
     before the run fails."""
     max_logprob_gap: Bound = 0.1
-    """Alarm above this mean |trainer's log-prob - engine's log-prob| with the same weights."""
+    """Alarm above this mean |trainer's log-prob - engine's log-prob| with the same weights. A run
+    stops before its first step if they differ by more than rounding explains, and by more than this
+    value, if it is above its default."""
     min_entropy: Bound | None = None
     """Alarm below this mean entropy of the sampled tokens, in nats: the policy has collapsed."""
     max_zero_variance_share: Share | None = None

@@ -14,7 +14,7 @@ from agenticrun_api import Activity, Commands, LiveConfig, Pipeline, Progress
 from agenticrun_api.algorithm import Guards
 from agenticrun_api.pipeline import LIVE_FIELDS
 from agenticrun_api.spec import Tracking
-from agenticrun_workers.driver.attempt import summary
+from agenticrun_workers.driver.attempt import exit_code, report_of, summary
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
@@ -82,6 +82,8 @@ class Run:
         *,
         resume: DriverState | None = None,
         restarted: bool = False,
+        devices: Any = None,
+        parity: Any = None,
         **changes: Any,
     ) -> None:
         config: dict[str, Any] = {
@@ -136,6 +138,8 @@ class Run:
             idle_seconds=lambda: 0.0,
             restarted=restarted,
             failures=[self.failure],
+            devices=devices,
+            parity=parity,
         )
         self.loop = Loop(parts, resume)
         self.warm_up_waits = asyncio.Event()
@@ -183,7 +187,8 @@ class Run:
     async def update_weights(
         self, weights: Any, version: int, handover: Callable[[], Awaitable[None]] | None = None
     ) -> SyncReport:
-        assert (weights, handover) == ("weights", None)
+        assert weights == "weights"
+        assert handover is None or self.loop._parts.devices
         self.backend.version = version
         self.events.append(f"sync {version}")
         return SyncReport(Transport.DISK, 64, 0.25, {})
@@ -230,6 +235,68 @@ async def test_a_fresh_run_goes_through_its_steps_in_order(tmp_path: Path) -> No
         "play validation",
         "save step-3",
     ]
+
+
+class Parity:
+    """A comparison of engines and trainer; its events are those of the run."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.sampled = False
+        self.error: InvalidConfig | None = None
+
+    async def sample(self) -> None:
+        self.events.append("sample the probe")
+        self.sampled = True
+
+    async def compare(self) -> tuple[Metrics, InvalidConfig | None]:
+        if not self.sampled:
+            return {}, None
+        self.sampled = False
+        self.events.append("compare")
+        return {"engine/parity_gap": 0.25}, self.error
+
+
+class Devices:
+    handovers = 0
+
+    async def to_trainers(self) -> None: ...
+
+    async def to_engines(self) -> None: ...
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+async def test_engines_are_compared_once_before_the_first_step(
+    tmp_path: Path, colocated: bool
+) -> None:
+    parity = Parity()
+    run = Run(tmp_path, parity=parity, devices=Devices() if colocated else None, evalSteps=0)
+    parity.events = run.events
+    await run.loop.run()
+    probed = (
+        ["sync 0", "sample the probe", "play train", "compare", "train version 1"]
+        if colocated
+        else ["sync 0", "sample the probe", "compare", "play train", "train version 1"]
+    )
+    assert run.events[1:6] == probed
+    assert run.events.count("compare") == 1
+    assert (0, {"engine/parity_gap": 0.25}) in run.logged
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+async def test_an_engine_of_another_model_ends_the_run_before_its_first_step(
+    tmp_path: Path, colocated: bool
+) -> None:
+    parity = Parity()
+    parity.error = InvalidConfig("spec.pipeline.actorInfer.strategy.name", "another model")
+    run = Run(tmp_path, parity=parity, devices=Devices() if colocated else None)
+    with pytest.raises(InvalidConfig, match="another model"):
+        await run.loop.run()
+    assert not any(event.startswith(("train", "save")) for event in run.events)
+    assert (0, {"engine/parity_gap": 0.25}) in run.logged
+    report = report_of(parity.error, 0)
+    assert (report.reason, report.retryable) == ("InvalidConfig", False)
+    assert exit_code(report) == 64
 
 
 async def test_every_trajectory_was_sampled_by_the_newest_policy_and_is_freed_after_training(

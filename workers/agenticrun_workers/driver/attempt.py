@@ -17,6 +17,7 @@ from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
 from agenticrun_workers.driver.loop import Loop, LoopParts, checkpoint_status, position_of
 from agenticrun_workers.driver.metrics import success_of
+from agenticrun_workers.driver.parity import ParityCheck
 from agenticrun_workers.driver.progress import AttemptId, ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.trace import TraceSession
@@ -170,6 +171,7 @@ class AttemptRunner:
                 failures=[*actors.failures, following],
                 sizes=lambda: actors.sizes,
                 trace=trace,
+                parity=ParityCheck(actors.trainers, actors.engines, spec.pipeline),
             )
             loop = Loop(parts, state)
             try:

@@ -41,6 +41,7 @@ from agenticrun_workers.driver.metrics import (
     timing_metrics,
     validation_metrics,
 )
+from agenticrun_workers.driver.parity import ParityCheck
 from agenticrun_workers.driver.progress import ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.step import Trainers, TrainingStep, select_groups
@@ -134,6 +135,8 @@ class LoopParts:
     """True for a later attempt of a run."""
     failures: list[asyncio.Future[None]] = field(default_factory=list)
     """Each fails when actors of the run die and cannot be replaced."""
+    parity: ParityCheck | None = None
+    """Compares engines and trainer after the first weight sync."""
     trace: TraceSession | None = None
     """Records steps that `agenticrun trace` asks for."""
 
@@ -188,6 +191,7 @@ class Loop:
 
         Raises:
             InvalidConfig: the first attempt resumes where more steps would learn nothing.
+            InvalidConfig: engines compute another model than the trainers.
             StopRequested: a stop was requested; the state has been saved.
             GuardTripped: an alarm is up, and `guards.action` is Fail.
         """
@@ -313,7 +317,23 @@ class Loop:
                     self._sync = await self._parts.engines.update_weights(
                         self._parts.trainers.weights, self._step, handover
                     )
-            self._synced = self._step
+            first, self._synced = self._synced is None, self._step
+            if first and self._parts.parity:
+                await self._guarded(self._parts.parity.sample())
+                if not self._parts.devices:
+                    await self._check_parity()
+
+    async def _check_parity(self) -> None:
+        """Compare engines and trainer, once after the first sync. The trainers have the devices."""
+        if self._parts.parity is None:
+            return
+        metrics, error = await self._guarded(self._parts.parity.compare())
+        if metrics:
+            for tracker in self._parts.trackers:
+                tracker.log(self._step, metrics)
+            self._parts.progress.metrics(metrics)
+        if error is not None:
+            raise error
 
     async def _validate_if_due(self) -> None:
         if not self._parts.validator.due(self._step):
@@ -353,6 +373,7 @@ class Loop:
         """
         self._parts.progress.activity(Activity.TRAINING)
         await self._trainers_compute()
+        await self._check_parity()
         groups = select_groups(self._pipeline, batch.groups)
         learned = await self._training_step.train(groups, self._step + 1)
         with self._stopwatch.phase("train"):

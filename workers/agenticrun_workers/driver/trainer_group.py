@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -36,6 +36,8 @@ from agenticrun_workers.types import EpisodeKey
 from agenticrun_workers.weights.sync import Receiver, WeightSync
 
 if TYPE_CHECKING:
+    from agenticrun_workers.inference.parity import ParityProbe, ProbeSample
+    from agenticrun_workers.trainer.parity import Parity
     from agenticrun_workers.trainer.policy_rank import TrainerActor
     from agenticrun_workers.trainer.reference_and_critic import CriticActor, ReferenceActor
 
@@ -161,6 +163,22 @@ class TrainerGroup:
         ]
         by_part = dict(zip(self._part_of, await asyncio.gather(*calls), strict=True))
         return ScoredBatch.merge([unpack(answer) for answer in by_part.values()])
+
+    async def parity_probe(self) -> ParityProbe:
+        """Return prompts that show if engines compute the policy's model."""
+        return await self._trainers[0].call(lambda rank: rank.parity_probe())
+
+    async def parity(self, engines: Mapping[str, Sequence[ProbeSample]]) -> dict[str, Parity]:
+        """Compare what engines sampled with the policy. The weights must be those of the engines.
+
+        Args:
+            engines: the conversations of each engine.
+        """
+        packed = self._launcher.put(pack(dict(engines)))
+        calls = [
+            actor.call(lambda rank: rank.parity(packed.as_argument())) for actor in self._trainers
+        ]
+        return (await asyncio.gather(*calls))[0]
 
     async def compute_advantages(self, credits: TurnCredits) -> Advantages:
         """Turn the credits of the turns into an advantage per token, on the policy's ranks."""

@@ -206,6 +206,10 @@ class EngineActor(Traced):
                 [shape.name for shape in shapes], dtypes, sizes, version
             )
 
+    async def sample(self, requests: list[GenerationRequest]) -> list[Generation]:
+        """Answer requests of the driver together. Raises `EngineError`."""
+        return list(await asyncio.gather(*map(self._sample, requests)))
+
     async def requests_address(self) -> Address:
         """Return the address to which clients send their requests."""
         return await self._port.address()

@@ -32,8 +32,11 @@ from agenticrun_workers.weights.buckets import Bucket, MergePlan, TensorSpec, Wr
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PretrainedConfig
 
+    from agenticrun_workers.inference.parity import ParityProbe
     from agenticrun_workers.models.lora import Adapters
+    from agenticrun_workers.trainer.parity import Parity
 
 
 class TrainerActor(ReferenceUpdateMixin):
@@ -155,6 +158,36 @@ class TrainerActor(ReferenceUpdateMixin):
         batch.merge_scores([unpack(part) for part in scores])
         kl = batch.turn_kl(algorithm.reward_kl.kind) if algorithm.reward_kl else None
         return pack(ScoredBatch(kl, gaps))
+
+    def parity_probe(self) -> ParityProbe:
+        """Return prompts that show if engines compute this model."""
+        from agenticrun_workers.trainer import config_translation as specs
+        from agenticrun_workers.trainer.parity import make_probe
+
+        pipeline = self._pipeline
+        return make_probe(
+            self._config(), pipeline.sequence_length, specs.loss_temperature(pipeline)
+        )
+
+    @traced
+    def parity(self, packed: bytes) -> dict[str, Parity]:
+        """Compare what engines sampled with this model. Collective; equal on every rank.
+
+        Args:
+            packed: packed conversations of each engine.
+        """
+        import torch
+
+        from agenticrun_workers.models.devices import compute_device
+        from agenticrun_workers.trainer.parity import compare, precision_of, quantizes
+
+        precision = precision_of(
+            getattr(torch, self._source.dtype),
+            compute_device(),
+            quantized=quantizes(self._pipeline.actor_infer.strategy.config),
+        )
+        layers = self._config().get_text_config(decoder=True).num_hidden_layers
+        return compare(self._strategy, unpack(packed), layers, precision)
 
     @traced
     def compute_advantages(self, packed: bytes) -> tuple[Metrics, bytes]:
@@ -315,6 +348,12 @@ class TrainerActor(ReferenceUpdateMixin):
         """Move all models back to the device. Collective."""
         for strategy in self._strategies():
             strategy.onload()
+
+    def _config(self) -> PretrainedConfig:
+        from agenticrun_workers.models.pretrained import load_config
+
+        with self._source.folder() as folder:
+            return load_config(folder, trust_remote_code=self._source.trust_remote_code)
 
     def _scored_batch(self) -> RankBatch:
         assert self._batch is not None, "score comes first"
