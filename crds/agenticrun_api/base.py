@@ -26,6 +26,8 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
+from agenticrun_api.masking import mask_secrets
+
 SERVED: dict[str, Any] = {"served": True}
 """Validation context of a run that the apiserver serves or that a pod mounts."""
 
@@ -223,8 +225,11 @@ def _joined(pair: re.Match[str]) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """Return a text from outside as one clean line of at most so many characters."""
-    return " ".join(clean_text(text).split())[:limit]
+    """Return a text from outside as one clean line without secrets, of at most so many characters.
+
+    Secrets are masked before lines are joined, because some of them end with their line.
+    """
+    return " ".join(mask_secrets(clean_text(text)).split())[:limit]
 
 
 CLEAN = BeforeValidator(lambda value: clean_text(value) if isinstance(value, str) else value)

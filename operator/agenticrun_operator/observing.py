@@ -12,9 +12,12 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import TypeVar
 
-from agenticrun_api import AgenticRun, Phase, Reason
+from agenticrun_api import AgenticRun, Phase, Progress, Reason
+from agenticrun_api.base import Model
+from agenticrun_api.masking import mask_secrets
 from agenticrun_operator.cluster import Denied, Head, HeadAddress, Kube, NotServed
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.errors import ClusterError
@@ -69,7 +72,15 @@ SUSPICIOUS_QUESTIONS = 256
 heads fit; the others wait for their next look, so that their connections are limited."""
 JITTER = 0.3
 """Share of the silence that is random, so that the heads of a lost node are not asked together."""
+_CHECKED = frozenset(
+    {"run_uid", "submission_id", "time", "last_step_time", "activity", "outcome", "metrics"}
+)
+"""Fields of a snapshot that can hold no secret: they are compared or parsed."""
+SHORT_TEXT = 256
+"""Length of the texts that most snapshots repeat. What is masked in them is remembered."""
+_mask_short = lru_cache(maxsize=8192)(mask_secrets)
 Answer = TypeVar("Answer")
+AnyModel = TypeVar("AnyModel", bound=Model)
 
 
 @dataclass(frozen=True)
@@ -316,6 +327,8 @@ class Observer:
             self._ask((uid, "job"), lambda: self._head.job(head, job.submission_id)),
             self._ask((uid, "progress"), lambda: self._head.progress(head)),
         )
+        if isinstance(progress, Progress):
+            progress = _masked(progress)
         return replace(self._with_news(observed, run, objects), job=seen, progress=progress)
 
     def _with_news(self, observed: Observed, run: AgenticRun, objects: ObservedObjects) -> Observed:
@@ -458,3 +471,33 @@ class Observer:
                 Reason.TOKENS_UNKNOWN,
             )
         return self._key.ray_token(uid), self._key.reporter_token(uid)
+
+
+def _masked(model: AnyModel) -> AnyModel:
+    """Return what a driver has reported without secrets."""
+    changes: dict[str, object] = {}
+    for name, value in model:
+        if name in _CHECKED:
+            continue
+        if isinstance(value, str):
+            masked: object = _masked_text(value)
+        elif isinstance(value, Model):
+            masked = _masked(value)
+        elif isinstance(value, dict):
+            masked = {
+                key: _masked(item) if isinstance(item, Model) else item
+                for key, item in value.items()
+            }
+        elif isinstance(value, list):
+            masked = [_masked_text(item) for item in value]
+        else:
+            continue
+        if masked != value:
+            changes[name] = masked
+    return model.model_copy(update=changes) if changes else model
+
+
+def _masked_text(text: str) -> str:
+    """Return a text without secrets that is no longer, because fields of the status have limits."""
+    mask = _mask_short if len(text) <= SHORT_TEXT else mask_secrets
+    return mask(text)[: len(text)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from agenticrun_api import LiveConfig, Progress, Reason
 from agenticrun_api.base import CLEAN, clean_text, one_line
 from agenticrun_api.challenge import Challenge, Proof, prove
+from agenticrun_api.masking import mask_secrets
 from agenticrun_api.names import (
     DASHBOARD_PORT,
     DRIVER_COMMAND,
@@ -196,7 +196,7 @@ class RunHead:
             text = _ok(answer, "the log").decode(errors="replace")
         except HeadUnreachable:
             text = quoted_log
-        return without_secrets(clean_text(text[-4 * LOG_TAIL_CHARACTERS :]))[-LOG_TAIL_CHARACTERS:]
+        return mask_secrets(clean_text(text[-4 * LOG_TAIL_CHARACTERS :]))[-LOG_TAIL_CHARACTERS:]
 
     async def _reporter(
         self, head: HeadAddress, method: str, path: str, body: Any = None
@@ -341,34 +341,3 @@ def _brief(error: Exception) -> str:
 def _last_line(body: bytes) -> str:
     lines = body.decode(errors="replace").strip().splitlines()
     return one_line(lines[-1], 300) if lines else ""
-
-
-_SECRETS = re.compile(
-    r"""
-    (?P<name> \b[\w.-]{0,64}
-        (?: key(?!error|word|board) | token(?!s\b|s_|i[sz]) | secret | passw(?:or)?d | credential )
-        [\w.\[\]-]{0,64} ["']? \s* [=:] \s* )
-        (?: (?:Bearer|Basic) \s+ )? (?: "[^"\n]*" | '[^'\n]*' | [^\s,;&)}\]]+ )
-    | (?P<scheme> \b(?:Bearer|Basic) \s+ ) [\w.~+/=-]{8,}
-    | (?P<address> \b[a-z][a-z0-9+.-]{1,20}:// ) [^\s/@"']{1,256} @
-    | \b (?: hf_\w{10,} | sk-[\w-]{10,} | gh[a-z]_\w{20,} | github_pat_\w{20,} | glpat-[\w-]{10,}
-        | xox[a-z]-[\w-]{10,} | A[KS]IA[A-Z0-9]{12,} | eyJ[\w-]{8,2000}\.[\w.-]{8,} )
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
-"""Parts are bounded, because a log may be made to take long."""
-
-
-def without_secrets(text: str) -> str:
-    """Return a text in which `***` stands for what looks like a password, a token or a key.
-
-    More people may read the status of a run than the logs of its pods. Known are values of names
-    such as `API_KEY`, passwords in addresses, and the notations of well-known services.
-    """
-
-    def hidden(match: re.Match[str]) -> str:
-        if address := match["address"]:
-            return f"{address}***@"
-        return f"{match['name'] or match['scheme'] or ''}***"
-
-    return _SECRETS.sub(hidden, text)

@@ -196,3 +196,22 @@ def test_a_run_is_suspended_whatever_its_pods_report() -> None:
     world.change_run(("suspend", True))
     asyncio.run(Operator(world).settle(2))
     assert (world.status.phase, world.stop_requests) == (Phase.SUSPENDING, 1)
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_no_text_of_a_snapshot_brings_a_secret_into_status_or_events(final: bool) -> None:
+    secret = "hunter2"
+    text = f"https://user:{secret}@minio api_key={secret}"
+    world = told(
+        BASE
+        | {"version": text, "message": text, "checkpoint": CHECKPOINT | {"uri": text}}
+        | {"pools": {"env": {"replicas": 1, "fixed": text, "vacant": [text]}}}
+        | ({"final": FINAL | {"message": text, "reason": f"token={secret}"}} if final else {})
+    )
+    assert world
+    assert world.status.checkpoint
+    assert world.status.checkpoint.uri == "https://***@minio api_key=***"
+    if final:
+        assert world.status.message == "https://***@minio api_key=***"
+    shown = json.dumps(world.run["status"]) + str(world.events)
+    assert secret not in shown

@@ -149,6 +149,12 @@ def test_the_reason_is_told(manifest: Manifest, reason: Reason, text: str) -> No
     assert (problem.reason, problem.message) == (reason, text)
 
 
+def test_the_words_of_a_container_show_no_secrets() -> None:
+    problem = read_pod(pod(ended("ray", "OSError: https://me:pw@minio/x\nAPI_KEY=abc"))).problem
+    assert problem is not None
+    assert problem.message.endswith("OSError: https://***@minio/x API_KEY=***")
+
+
 @pytest.mark.parametrize(
     "manifest", [pod(), pod(waiting("ContainerCreating")), pod(waiting("PodInitializing"))]
 )
