@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -102,6 +103,10 @@ class Problem:
     """Start of the process that has ended, if that is the problem."""
     ended: str = ""
     """End of that process."""
+    image: str = ""
+    """The image that cannot be pulled, if that is the problem."""
+    on_one_node: bool = False
+    """True if other pods of the run do not have the problem, so that another node may help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +185,8 @@ class Pod:
 
     own_end: str = ""
     """Why its node has ended the pod, if that is the pod's own fault."""
+    images: tuple[str, ...] = ()
+    """The images of a ready pod."""
 
     @property
     def deleting(self) -> bool:
@@ -562,7 +569,17 @@ def read_pod(manifest: Manifest) -> Pod:
         lacks=tuple(name for name in _POD_LABELS if name not in labels),
         disruption=_disruption(status),
         own_end=_own_end(status),
+        images=tuple(_images(manifest).values()) if ready else (),
     )
+
+
+def _images(pod: Manifest) -> dict[str, str]:
+    """Return the images of a pod by container. Most pods of a run have the same."""
+    return {
+        item["name"]: sys.intern(item["image"])
+        for key in ("initContainers", "containers")
+        for item in pod.get("spec", {}).get(key, ())
+    }
 
 
 def _disruption(status: Manifest) -> str:
@@ -626,11 +643,7 @@ def _problem(pod: Manifest) -> Problem | PassingProblem | None:
                 since = condition.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"]
                 return PassingProblem(found, _later(since, PASSING_SECONDS))
             return found
-    images: dict[str, str] = {
-        item["name"]: item["image"]
-        for key in ("initContainers", "containers")
-        for item in pod.get("spec", {}).get(key, ())
-    }
+    images = _images(pod)
     for container in _container_statuses(pod):
         if problem := _container_problem(container, images[container["name"]]):
             if _KUBELET_TRIES_AGAIN.search(problem.message) and not problem.ended:
@@ -757,7 +770,11 @@ def _container_problem(container: Manifest, image: str) -> Problem | None:
     waiting = container.get("state", {}).get("waiting") or {}
     reason, message = waiting.get("reason", ""), _one_line(waiting.get("message", ""))
     if reason in _PULL_FAILURES:
-        return Problem(Reason.IMAGE_PULL_FAILED, f"cannot pull image {image}: {message or reason}")
+        return Problem(
+            Reason.IMAGE_PULL_FAILED,
+            f"cannot pull image {image}: {message or reason}",
+            image=image,
+        )
     if reason in _CONFIG_FAILURES:
         if _KUBELET_TRIES_AGAIN.search(message):  # it says nothing about the container
             return Problem(

@@ -15,7 +15,8 @@ set the taint node.kubernetes.io/out-of-service or shut it down.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from agenticrun_api import AgenticRun, Reason, Role
@@ -63,25 +64,27 @@ def report_roles(run: AgenticRun, observed: Observed, images: WorkerImages) -> R
     ours = [pod for pod in observed.pods if pod.orphan or pod.run_uid == run.metadata.uid]
     progress = own_progress(run, observed.progress)
     pools = (progress.pools if progress else None) or {}
+    pulled = {image for pod in ours if pod.ready and not pod.deleting for image in pod.images}
     statuses: list[RoleStatus] = []
     problems: list[Problem] = []
     enough = True
     for role in (Role.DRIVER, *run.spec.roles.workers):
         pods = [pod for pod in ours if pod.role is role]
-        status, problem = _report_role(run, role, pods)
+        status, problem = _report_role(run, role, pods, pulled)
         moves = {}
         if pool := pools.get(role):
             moves = {"joining": pool.joining, "leaving": pool.leaving}
         image = in_use.get(role.value) or images.of(run, role)
         statuses.append(status.model_copy(update={**moves, "image": image}))
         if problem:
-            problems.append(Problem(problem.reason, f"{role.value}: {problem.message}"))
+            problems.append(replace(problem, message=f"{role.value}: {problem.message}"))
         enough &= status.ready >= _needed(run, role)
     cause = None
     if problems:
         # A pod that only waits says less than one with a problem.
         named = (item for item in problems if item.reason is not Reason.PODS_PENDING)
-        cause = _cluster_problem(run, observed) or next(named, problems[0])
+        first = min(named, key=lambda item: item.on_one_node, default=problems[0])
+        cause = _cluster_problem(run, observed) or first
     return RolesReport(statuses, cause, enough, _different_commits(ours) if not problems else "")
 
 
@@ -94,7 +97,17 @@ def _needed(run: AgenticRun, role: Role) -> int:
     return roles.replicas(role) if run.spec.pipeline.deterministic else roles.min_replicas(role)
 
 
-def _report_role(run: AgenticRun, role: Role, pods: list[Pod]) -> tuple[RoleStatus, Problem | None]:
+def _report_role(
+    run: AgenticRun, role: Role, pods: list[Pod], pulled: Collection[str]
+) -> tuple[RoleStatus, Problem | None]:
+    """Return the status of a role, and why not all of its pods are ready.
+
+    Args:
+        run: the run.
+        role: the role.
+        pods: its pods.
+        pulled: the images of all ready pods of the run.
+    """
     roles = run.spec.roles
     desired = roles.replicas(role)
     staying = [pod for pod in pods if not pod.deleting and not pod.orphan]
@@ -104,7 +117,11 @@ def _report_role(run: AgenticRun, role: Role, pods: list[Pod]) -> tuple[RoleStat
         stuck = next((pod for pod in staying if pod.problem), None)
         leaving = next((pod for pod in pods if pod.deleting), None)
         if stuck and stuck.problem:
-            problem = Problem(stuck.problem.reason, f"pod {stuck.name} {stuck.problem.message}")
+            message = f"pod {stuck.name} {stuck.problem.message}"
+            one_node = stuck.problem.image in pulled
+            if one_node:
+                message = f"{message}; on node {stuck.node} only: other pods have this image"
+            problem = Problem(stuck.problem.reason, message, on_one_node=one_node)
         else:
             ends = f"; pod {leaving.name} is being deleted" if leaving else ""
             problem = Problem(Reason.PODS_PENDING, f"{ready} of {desired} pods ready{ends}")

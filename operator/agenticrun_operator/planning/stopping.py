@@ -268,7 +268,8 @@ def check_startup(state: State) -> Result:
     if left > 0:
         return Result(look_after=left)
     late = f"the pods were not ready within {format_span(limit)}: {problem.message}"
-    if state.status.job is None and problem.reason in _ERRORS_OF_THE_RUN:
+    of_the_run = problem.reason in _ERRORS_OF_THE_RUN and not problem.on_one_node
+    if state.status.job is None and of_the_run:
         return fail(state, Reason.STARTUP_DEADLINE_EXCEEDED, late)
     return _give_back(state, late)
 

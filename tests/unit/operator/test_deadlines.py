@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api import ConditionType, Outcome, Phase
+from agenticrun_api import ConditionType, Outcome, Phase, Role
 from agenticrun_operator.resources import Manifest
+from fake_ray import ready_condition
 from operator_world import NAME, Gpus, Operator, World, condition, happened, training
 
 
@@ -156,6 +157,33 @@ async def test_a_run_that_never_trained_fails_if_its_containers_cannot_start(rea
     failed = condition(world, ConditionType.FAILED)
     assert failed.reason == "StartupDeadlineExceeded"
     assert "no such image" in failed.message
+
+
+@pytest.mark.parametrize("same_image", [True, False])
+async def test_a_run_is_tried_on_other_nodes_if_one_cannot_pull_what_others_have(
+    same_image: bool,
+) -> None:
+    operator = a_run(startupDeadlineSeconds=120)
+    world = operator.world
+    for _ in range(13):
+        world.make_pods()
+        for pod in world.pods(Role.ENV):
+            pod["spec"]["nodeName"] = "node-7"
+            if not same_image:
+                pod["spec"]["containers"][0]["image"] = "env:1"
+            container = pod["status"]["containerStatuses"][0]
+            waiting = {"reason": "ImagePullBackOff", "message": "x509"}
+            container |= {"state": {"waiting": waiting}, "ready": False}
+            pod["status"]["conditions"] = [ready_condition(False, world.now)]
+        await operator.reconcile()
+        if world.pods() and phase(world) is Phase.STARTING:
+            said = condition(world, ConditionType.ROLES_READY).message
+            assert ("on node node-7 only" in said) is same_image
+        world.now += timedelta(seconds=10)
+    assert phase(world) is (Phase.PENDING if same_image else Phase.FAILED)
+    assert "x509" in (world.status.message or "")
+    await pass_time(operator, 200)
+    assert len(world.jobs) == same_image
 
 
 async def test_code_that_never_arrives_is_said_at_once_and_fails_the_run_at_the_deadline() -> None:
