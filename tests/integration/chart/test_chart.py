@@ -267,6 +267,9 @@ def test_objects_for_prometheus_and_grafana_are_made_if_wanted(cluster: Cluster)
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint == {"port": "metrics", "honorLabels": True, "interval": "15s"}
     assert service["spec"]["ports"][0]["name"] == "metrics"
+    headless = objects["Service", NAMESPACE, f"{release}-operators"]["spec"]
+    assert (headless["clusterIP"], headless["selector"]) == ("None", service["spec"]["selector"])
+    assert headless["ports"] == [service["spec"]["ports"][0] | {"name": "operators"}]
     written = yaml.safe_load((CHART / "files/rules.yaml").read_text())["groups"]
     made = objects["PrometheusRule", NAMESPACE, release]["spec"]["groups"]
     assert [rule["alert"] for group in made for rule in group["rules"]] == [

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import yaml
 
+from pages import blocks
 from prometheus_server import DASHBOARD, RULES, exposed
 from testcluster import ROOT
 
@@ -61,3 +62,22 @@ def test_metrics_that_are_named_exist() -> None:
         named = {SUFFIXES.sub("", name) for name in METRIC.findall(text)}
         assert sorted(named - exposed().keys()) == []
         assert named
+
+
+def test_plain_prometheus_scrapes_each_operator() -> None:
+    """A Service with an address sends a scrape to the leader or to a stand-by."""
+    (text,) = (
+        text for text in blocks(ROOT / "docs/monitoring.md", "yaml") if "scrape_conf" in text
+    )
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    assert f'job="{job["job_name"]}"' in RULES.read_text()
+    assert set(job) == {"job_name", "honor_labels", "dns_sd_configs"}
+    assert job["honor_labels"] is True
+    template = (ROOT / "charts/agenticrun/templates/service.yaml").read_text()
+    (headless,) = (part for part in template.split("---\n") if "clusterIP: None" in part)
+    (name,) = re.findall(
+        r'^  name: {{ include "agenticrun.name" . }}(-\S+)$', headless, re.MULTILINE
+    )
+    (port,) = re.findall(r"name: (\w+), port:", headless)
+    names = [f"_{port}._tcp.agenticrun{name}.agenticrun-system.svc"]
+    assert job["dns_sd_configs"] == [{"names": names}]
