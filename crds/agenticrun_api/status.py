@@ -298,10 +298,11 @@ class PodsStatus(Model):
 
 
 class ObstacleStatus(Model):
-    """The obstacle that prevents the objects of the run from being created."""
+    """The obstacle before the objects of the run, or before its driver."""
 
     reason: Annotated[str, Field(max_length=64)]
-    """Reason of the condition ClusterProvisioned."""
+    """Reason of the condition ClusterProvisioned, or of Training: ProgressUnavailable while the
+    head is ready, but does not answer the operator."""
     since: Time
     """Time at which the operator first met it."""
 
@@ -375,11 +376,11 @@ class AgenticRunStatus(Model):
     stopping: StopStatus | None = None
     """Set while the run releases its pods or waits without them."""
     obstacle: ObstacleStatus | None = None
-    """Set while the objects of the run cannot be created."""
+    """Set while the objects of the run cannot be created, or its head does not answer."""
     pods: PodsStatus | None = None
     startup_timeouts: Number = 0
-    """Number of times in a row that the pods were not ready within
-    failurePolicy.startupDeadlineSeconds and were given back."""
+    """Number of times in a row that the pods were given back: they were not ready within
+    failurePolicy.startupDeadlineSeconds, or the head did not answer."""
     next_retry_time: Time | None = None
     """Time of the next restart, or of the next try to get pods, while the run waits for it. That of
     a suspended run is over: it waits for spec.suspend to be false."""

@@ -18,6 +18,7 @@ from typing import TypeVar
 from agenticrun_api import AgenticRun, Phase, Progress, Reason
 from agenticrun_api.base import Model
 from agenticrun_api.masking import mask_secrets
+from agenticrun_api.names import submission_id
 from agenticrun_operator.cluster import Denied, Head, HeadAddress, Kube, NotServed
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.errors import ClusterError
@@ -145,6 +146,9 @@ class Observer:
     def forget(self, run_uid: str) -> None:
         """Forget a run that is gone or has ended."""
         self._pods.pop(run_uid, None)
+        self._forget_silence(run_uid)
+
+    def _forget_silence(self, run_uid: str) -> None:
         for part in ("job", "progress"):
             self._note_answer((run_uid, part), None)
 
@@ -317,12 +321,20 @@ class Observer:
         job, head = run.status.job, await self.head_address(run, objects)
         cluster = observed.child("RayCluster", run.metadata.name)
         if head is None or (cluster is None and not objects.kuberay_missing):
+            if run.status.phase is Phase.SUSPENDED:
+                self._forget_silence(run.metadata.uid)
             return observed
         if isinstance(head, Unreachable):
             return replace(observed, job=head, progress=head)
-        if job is None:
-            return observed
         uid = run.metadata.uid
+        if job is None:
+            pod = observed.head(uid)
+            if pod is None or not pod.ready:
+                return observed
+            # No attempt is submitted to a head that the operator cannot reach.
+            first = submission_id(run.metadata.name, uid, 1)
+            seen = await self._ask((uid, "job"), lambda: self._head.job(head, first))
+            return replace(self._with_news(observed, run, objects), job=seen)
         seen, progress = await asyncio.gather(
             self._ask((uid, "job"), lambda: self._head.job(head, job.submission_id)),
             self._ask((uid, "progress"), lambda: self._head.progress(head)),

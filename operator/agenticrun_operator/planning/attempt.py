@@ -26,9 +26,9 @@ from agenticrun_api import (
     Reason,
     Role,
 )
-from agenticrun_api.names import ExitCode, submission_id
+from agenticrun_api.names import DASHBOARD_PORT, REPORTER_PORT, ExitCode, submission_id
 from agenticrun_api.roles import SAVES
-from agenticrun_api.status import JobStatus, RayClusterStatus
+from agenticrun_api.status import JobStatus, ObstacleStatus, RayClusterStatus
 from agenticrun_operator.observed import Job, NoJob, Pod, Problem, Unreachable
 from agenticrun_operator.planning import pods
 from agenticrun_operator.planning.children import delete_cluster
@@ -57,7 +57,6 @@ from agenticrun_operator.planning.times import (
     backoff_seconds,
     format_span,
     format_time,
-    parse_time,
 )
 from agenticrun_operator.resources import secret_of
 
@@ -72,7 +71,8 @@ EXIT_SECONDS = 30.0
 HEAD_LOST_SECONDS = 120.0
 """Time that a head may be not ready and silent before it is given up."""
 UNREACHABLE_SECONDS = 120.0
-"""Time for a head that does not answer to report what its attempt does, or to take a request."""
+"""Time for a head that does not answer to do so before its pods are given back, or to take a
+request."""
 _TRAINING = (Phase.RUNNING, Phase.SUSPENDING)
 
 
@@ -129,10 +129,7 @@ def follow(state: State) -> Verdict:
                 return _over(state, Reason.DRIVER_LOST, "Ray no longer knows the job")
             return Continues(_submit_again(state))
         case Unreachable():
-            if lost := lost_head(state, state.job):
-                disruption = lost if _is_lost_with_node(state.head) else ""
-                return _over(state, Reason.NODE_LOST, lost, disruption=disruption, rebuild=lost)
-            return Continues(Result()) if final else _report_training(state)
+            return _follow_unreachable(state)
         case Job() as seen:
             return _follow_live(state, seen) if seen.live else _follow_ended(state, seen)
 
@@ -196,6 +193,54 @@ def lost_head(state: State, job: JobStatus) -> str:
     return (
         f"head pod {head.name} on node {head.node} has not answered or been ready for "
         f"{format_span(HEAD_LOST_SECONDS)}"
+    )
+
+
+def _follow_unreachable(state: State) -> Verdict:
+    """Return what is known of an attempt of which Ray says nothing.
+
+    A driver that the operator has seen is given up only with its head. If the answer to its
+    submission was lost, it may never have reached Ray: it has as much time as pods have to become
+    ready.
+    """
+    if lost := lost_head(state, state.job):
+        disruption = lost if _is_lost_with_node(state.head) else ""
+        return _over(state, Reason.NODE_LOST, lost, disruption=disruption, rebuild=lost)
+    limit = state.run.spec.failure_policy.startup_deadline_seconds
+    confirmed = state.job.status or state.job.report or state.progress
+    if state.unreachable and not confirmed and state.seconds_since(state.unreachable_since) > limit:
+        lost = (
+            "Ray has not confirmed the submission, and the head has not answered for "
+            f"{format_span(limit)}: {state.unreachable.why}"
+        )
+        return _over(state, Reason.PROGRESS_UNAVAILABLE, lost, rebuild=lost)
+    return Continues(Result()) if state.job.report else _report_training(state)
+
+
+def report_unreachable(state: State) -> Result | None:
+    """Report a head that is ready and does not answer, and remember since when; None if it answers.
+
+    The same before the first attempt, between two and while one may train; then its driver may be
+    well.
+    """
+    if state.unreachable is None:
+        return None
+    name = state.head.name if state.head else ""
+    message = (
+        f"head pod {name} is ready, but does not answer the operator: {state.unreachable.why}. A "
+        f"NetworkPolicy or firewall must let the operator reach its ports {DASHBOARD_PORT} (Ray) "
+        f"and {REPORTER_PORT} (reporter)"
+    )
+    since = state.unreachable_since or state.now
+    reason = Reason.PROGRESS_UNAVAILABLE
+    said = Said("Unknown" if state.has_attempt else "False", reason, message)
+    return Result(
+        fields={
+            "message": text(message),
+            "obstacle": ObstacleStatus(reason=reason.value, since=format_time(since)),
+        },
+        conditions={ConditionType.TRAINING: said},
+        look_after=POLL_SECONDS,
     )
 
 
@@ -329,10 +374,12 @@ def _report_training(state: State) -> Verdict:
         stall = _stall_of(state, progress)
     elif trouble := _head_trouble(state):
         said = Said("Unknown", trouble.reason, trouble.message)
-    elif state.status.phase not in _TRAINING:
-        said = Said("False", Reason.SUBMITTING, "waiting for the driver to start")
+    elif silent := report_unreachable(state):
+        return Continues(result | silent)
     elif isinstance(seen, Unreachable):
         said = Said("Unknown", Reason.PROGRESS_UNAVAILABLE, seen.why)
+    elif state.status.phase not in _TRAINING:
+        said = Said("False", Reason.SUBMITTING, "waiting for the driver to start")
     else:
         said = Said("False", Reason.SUBMITTING, "waiting for the driver's first progress snapshot")
         stall = _late_start(state)
@@ -488,7 +535,7 @@ def begin(state: State) -> Result:
     head = state.head
     if head is None or head.incarnation is None or not state.has_enough_pods:
         return Result()
-    if trouble := token_trouble(state):
+    if trouble := token_trouble(state) or report_unreachable(state):
         return trouble
     if previous and (open_ := _end_previous(state, previous)):
         return open_
@@ -543,17 +590,9 @@ def _end_previous(state: State, previous: JobStatus) -> Result | None:
     Checked on a new incarnation too: the head may have restarted just before the job reached it.
     """
     seen = state.observed.job
-    if isinstance(seen, NoJob) or (isinstance(seen, Job) and not seen.live):
+    if not isinstance(seen, Job) or not seen.live:
         return None
-    result = Result(look_after=POLL_SECONDS)
-    if isinstance(seen, Job):
-        return result | stop_job(state, previous.submission_id)
-    since = [state.status.next_retry_time, state.pods_since.since]
-    asked = max(parse_time(time) for time in since if time)
-    if state.seconds_since(asked) < UNREACHABLE_SECONDS:
-        return result
-    why = f"the RayCluster is built again: its head does not answer: {seen.why}"
-    return result | delete_cluster(state, why)
+    return Result(look_after=POLL_SECONDS) | stop_job(state, previous.submission_id)
 
 
 # -- restart ---------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def _start(state: State) -> Result:
         result |= _report_pods(state)
     if obstacle is None or (state.status.job and not _holds(obstacle)):
         result |= begin(state)
-    if not state.has_enough_pods and not kept_pods(state):
+    if not kept_pods(state):
         checked = check_startup(state)
         if checked.delete:  # the run gives its pods back, and waits
             return result | checked

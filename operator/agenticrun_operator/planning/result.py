@@ -54,6 +54,9 @@ Not Unschedulable and StartupDeadlineExceeded: the run tries again, but the clus
 room for it.
 """
 
+_HEAD_TROUBLE = frozenset({Reason.SUBMISSION_REFUSED, Reason.PROGRESS_UNAVAILABLE})
+"""Reasons for Training to be False that need a user: no driver comes without one."""
+
 ConditionStatus = Literal["True", "False", "Unknown"]
 
 
@@ -331,13 +334,15 @@ def summary(status: AgenticRunStatus, conditions: Mapping[str, Condition]) -> Sa
         return because_of(kinds.ROLES_READY, "False")
     if states.get(kinds.TRAINING) in ("True", "Unknown"):
         return because_of(kinds.TRAINING, states[kinds.TRAINING])
-    for kind in (kinds.CLUSTER_PROVISIONED, kinds.ROLES_READY):
-        if states.get(kind) == "False":
-            alone = conditions[kind.value].reason in _RESOLVES_ALONE
-            return because_of(kind, "True" if alone else "False")
-    if kinds.TRAINING in states:  # it starts, or waits for its restart
-        refused = conditions[kinds.TRAINING.value].reason == Reason.SUBMISSION_REFUSED
-        return because_of(kinds.TRAINING, "False" if refused else "True")
+    pods = (kinds.CLUSTER_PROVISIONED, kinds.ROLES_READY)
+    lacking = next((kind for kind in pods if states.get(kind) == "False"), None)
+    alone = lacking is None or conditions[lacking.value].reason in _RESOLVES_ALONE
+    trains = kinds.TRAINING if kinds.TRAINING in states else None
+    if alone and trains and conditions[trains.value].reason in _HEAD_TROUBLE:
+        # New pods may come on their own, but the operator may not reach their head either.
+        return because_of(trains, "False")
+    if known := lacking or trains:  # it starts, or waits for its restart
+        return because_of(known, "True" if alone else "False")
     return Said("True", Reason.CLUSTER_CREATING)
 
 

@@ -30,6 +30,7 @@ from agenticrun_operator.observed import (
     Job,
     Observed,
     Pod,
+    Unreachable,
 )
 from agenticrun_operator.planning.pods import RolesReport, report_roles
 from agenticrun_operator.planning.result import RequestStop
@@ -155,6 +156,28 @@ class State:
         return self.roles.ready or (
             self.roles.enough and self.seconds_since(self.waiting_since) >= waits
         )
+
+    @cached_property
+    def unreachable(self) -> Unreachable | None:
+        """The missing answer of a head that is ready; None if it answers, or is not ready.
+
+        Nothing is wrong with its pod, as far as its node can tell: a NetworkPolicy may keep the
+        operator out, or Ray's dashboard may be dead.
+        """
+        head, seen = self.head, self.observed.job
+        if head is None or not head.ready or head.deleting:
+            return None
+        return seen if isinstance(seen, Unreachable) and not seen.tokens else None
+
+    @property
+    def unreachable_since(self) -> datetime | None:
+        """When the operator first saw that the head is ready and does not answer."""
+        if self.unreachable is None:
+            return None
+        known = self.stored.obstacle
+        if known and known.reason == Reason.PROGRESS_UNAVAILABLE:
+            return parse_time(known.since)
+        return self.now
 
     @cached_property
     def claim_lost(self) -> bool:

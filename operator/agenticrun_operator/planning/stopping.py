@@ -33,6 +33,7 @@ from agenticrun_operator.planning.attempt import (
     end,
     follow,
     log_tail,
+    report_unreachable,
     request,
     restart,
     stop_job,
@@ -258,8 +259,12 @@ def resume(state: State) -> Result:
 def check_startup(state: State) -> Result:
     """Give the pods back or fail the run if its pods are not ready in time.
 
-    A run that has trained before never fails here: its images and containers did work.
+    Pods whose head does not answer are given back, too: another head may be on another node, and
+    a network that stays closed must not hold GPUs. A run that has trained before never fails here:
+    its images and containers did work.
     """
+    if state.has_enough_pods:
+        return _check_head(state)
     since, problem = state.waiting_since, state.roles.problem
     if since is None or problem is None:
         return Result()
@@ -271,26 +276,39 @@ def check_startup(state: State) -> Result:
     of_the_run = problem.reason in _ERRORS_OF_THE_RUN and not problem.on_one_node
     if state.status.job is None and of_the_run:
         return fail(state, Reason.STARTUP_DEADLINE_EXCEEDED, late)
-    return _give_back(state, late)
+    return _give_back(state, Reason.STARTUP_DEADLINE_EXCEEDED, late)
 
 
-def _give_back(state: State, late: str) -> Result:
+def _check_head(state: State) -> Result:
+    """Give the pods back if all are ready, but the head does not answer for long."""
+    silent = report_unreachable(state)
+    if silent is None:
+        return Result()
+    left = UNREACHABLE_SECONDS - state.seconds_since(state.unreachable_since)
+    if left > 0:
+        return Result(look_after=left)
+    late = f"the pods wait for {format_span(UNREACHABLE_SECONDS)}: {silent.fields['message']}"
+    return _give_back(state, Reason.PROGRESS_UNAVAILABLE, late)
+
+
+def _give_back(state: State, reason: Reason, late: str) -> Result:
     timeouts = state.status.startup_timeouts + 1
     wait = backoff_seconds(timeouts - 1, FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS)
     wait *= random.Random(f"{state.run.metadata.uid}/{timeouts}").uniform(0.5, 1.5)
     message = f"{late}; they are given back, and the run tries again (time {timeouts + 1})"
-    event = warning(Reason.STARTUP_DEADLINE_EXCEEDED, f"{message} in {format_span(wait)}")
+    event = warning(reason, f"{message} in {format_span(wait)}")
     fields = {
         "phase": Phase.PENDING,
         "message": text(message),
         "startup_timeouts": timeouts,
         "next_retry_time": format_time(state.now + timedelta(seconds=wait)),
+        "obstacle": None,
     }
     if state.status.job is None:
         fields["start_time"] = None
     return (
         Result(fields=fields, events=(event,), look_after=wait)
-        | _no_pods(state, Reason.STARTUP_DEADLINE_EXCEEDED, message)
+        | _no_pods(state, reason, message)
         | delete_cluster(state)
     )
 

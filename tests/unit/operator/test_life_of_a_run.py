@@ -1295,13 +1295,17 @@ async def test_a_head_that_answers_nothing_after_a_stall_is_built_again(
     world.ray_down = True
     await operator.settle(1)
     assert phase(world) is Phase.RESTARTING
-    world.now += timedelta(seconds=100)
-    await operator.settle(2)
+    for _ in range(4):
+        world.now += timedelta(seconds=25)
+        await operator.settle(1)
     assert world.objects["RayCluster", NAME]["metadata"]["uid"] == first
     world.now += timedelta(seconds=60)
     await operator.settle(1)
+    assert ("RayCluster", NAME) not in world.objects
     world.ray_down = False
-    await operator.settle(4)
+    for _ in range(10):
+        world.now += timedelta(seconds=10)
+        await operator.settle(1)
     assert world.objects["RayCluster", NAME]["metadata"]["uid"] != first
     assert [job.attempt for job in world.jobs] == [1, 2]
     assert len(world.live_jobs()) == 1

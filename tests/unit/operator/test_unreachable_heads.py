@@ -271,6 +271,33 @@ async def test_a_run_that_is_made_again_under_its_name_leaves_no_unreachable_hea
     assert unreachable_heads() == 0
 
 
+async def test_a_suspended_run_has_no_unreachable_head() -> None:
+    operator = await training()
+    world = operator.world
+    world.reporter_down = world.ray_down = True
+    await operator.reconcile()
+    assert unreachable_heads() == 1
+    world.change_run(("suspend", True))
+    await follow(operator, 300)
+    assert world.status.phase is Phase.SUSPENDED
+    assert unreachable_heads() == 0
+
+
+async def test_a_run_that_gave_its_pods_back_still_has_an_unreachable_head() -> None:
+    """Its alert would begin again with each try."""
+    world = World()
+    world.apply_run()
+    operator = Operator(world)
+    world.reporter_down = world.ray_down = True
+    for _ in range(60):
+        await operator.settle(1)
+        world.now += timedelta(seconds=9)
+        if world.status.phase is Phase.PENDING and world.status.startup_timeouts:
+            break
+    assert world.pods() == []
+    assert unreachable_heads() == 1
+
+
 def unreachable_heads() -> float | None:
     return REGISTRY.get_sample_value("agenticrun_operator_unreachable_heads")
 
