@@ -103,6 +103,7 @@ class Reason(StrEnum):
     CLUSTER_DELETED = "ClusterDeleted"
     CLUSTER_SUSPENDED = "ClusterSuspended"
     CLUSTER_REPAIRED = "ClusterRepaired"
+    CLUSTER_EDITED = "ClusterEdited"
     PODS_PENDING = "PodsPending"
     PODS_DENIED = "PodsDenied"
     PODS_READY = "PodsReady"
@@ -204,6 +205,9 @@ class RayClusterStatus(Model):
     """Name of the RayCluster."""
     uid: ShortText = ""
     """uid of the RayCluster. It identifies the RayCluster even if labels and owner are removed."""
+    replicas: Annotated[dict[str, Number], Field(max_length=8)] = {}
+    """Number of pods that the operator last gave to each role that can have another one. If others
+    change these numbers in the RayCluster, the operator puts them back."""
 
 
 class Outcome(StrEnum):

@@ -27,6 +27,7 @@ from agenticrun_operator.resources import (
     changes_by_others,
     controller,
     editor_of,
+    groups_of_others,
     is_own,
     run_labels,
 )
@@ -340,6 +341,9 @@ class Observed:
         if cluster is not None and (changes := changes_by_others(run, cluster)):
             child = Child("RayCluster", run.metadata.name)
             found.append(Edit(child, changes, editor_of(cluster)))
+        if cluster is not None and (changes := groups_of_others(run, cluster)):
+            undo = f"undo it: kubectl edit raycluster {run.metadata.name}"
+            found.append(Edit(Child("RayCluster", run.metadata.name), changes, repair=undo))
         for pod in self.own_pods(run.metadata.uid):
             if pod.lacks and not pod.deleting:
                 changes = tuple(f"label {name} is missing" for name in pod.lacks)

@@ -70,15 +70,17 @@ def _list_violations(schema: dict[str, Any], items: list[Any], path: str) -> Ite
 
 
 def _object_violations(schema: dict[str, Any], given: dict[str, Any], path: str) -> Iterator[str]:
-    declared = schema.get("properties", {})
+    declared, others = schema.get("properties", {}), schema.get("additionalProperties")
+    if len(given) > schema.get("maxProperties", len(given)):
+        yield f"{path}: too many fields"
     for name in schema.get("required", ()):
         if name not in given:
             yield f"{path}.{name}: required"
     for name, inner in given.items():
-        if name not in declared:
-            yield f"{path}.{name}: unknown field"
+        if below := declared.get(name, others):
+            yield from _violations(below, inner, f"{path}.{name}")
         else:
-            yield from _violations(declared[name], inner, f"{path}.{name}")
+            yield f"{path}.{name}: unknown field"
 
 
 def _is_of(kind: str, value: Any) -> bool:

@@ -118,7 +118,7 @@ kubernetes.io/arch: {{ first .Values.architectures }}
   verbs: [get, list, watch, create]
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [get, create]
+  verbs: [get, create, delete]
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]

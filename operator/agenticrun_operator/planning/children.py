@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agenticrun_api import AgenticRun, ConditionType, Phase, PoolStatus, Reason, Role
 from agenticrun_api.names import KIND
@@ -18,6 +18,7 @@ from agenticrun_operator.errors import (
     Unanswered,
     WebhookUnavailable,
 )
+from agenticrun_operator.observed import Edit
 from agenticrun_operator.planning.pods import is_stuck
 from agenticrun_operator.planning.result import (
     Delete,
@@ -34,10 +35,12 @@ from agenticrun_operator.resources import (
     CLAIM_KIND,
     Child,
     Manifest,
+    changes_by_others,
     checkpoint_claim_name,
     claim_name,
     created_claim,
     desired_children,
+    editor_of,
     is_deleting,
     is_own,
     is_retained,
@@ -439,6 +442,12 @@ def _report_cluster(state: State) -> Result:
         said = Said("False", Reason.CLUSTER_CREATING, f"creating RayCluster {name}")
         return Result(conditions={ConditionType.CLUSTER_PROVISIONED: said}, look_after=5.0)
     said = Said("True", Reason.CLUSTER_CREATED, f"RayCluster {name} exists", event="Normal")
+    for edit in state.observed.edits(state.run):
+        if edit.object.kind == "RayCluster" and (edit.repair or state.scaling_error):
+            message = str(replace(edit, by=""))  # the watches do not keep who it was
+            if not edit.repair:
+                message += f"; the operator cannot put it back: {state.scaling_error}"
+            said = Said("True", Reason.CLUSTER_EDITED, message, "Warning", each_message=True)
     return Result(conditions={ConditionType.CLUSTER_PROVISIONED: said})
 
 
@@ -496,23 +505,28 @@ def _surplus(state: State, role: Role, wanted: int, pool: PoolStatus) -> list[st
 # -- what others changed ---------------------------------------------------------------------------
 
 
-def repair(state: State) -> Result:
+def repair(state: State, *, numbers: bool = True) -> Result:
     """Put back what someone else has changed in the RayCluster, and name the client in an event.
 
-    A client that keeps changing it is answered every half minute only.
+    A client that keeps changing it is answered every half minute only. Labels and owner matter as
+    long as there is a RayCluster: admission policies and garbage collection go by them.
+
+    Args:
+        state: the state.
+        numbers: False to leave the numbers of pods as they are: no attempt needs them.
     """
     cluster = state.cluster
     if cluster is None or is_deleting(cluster) or state.scaling_error:
         return Result()
-    edits = state.observed.edits(state.run)
-    edit = next((edit for edit in edits if edit.object.kind == "RayCluster"), None)
-    if edit is None:
+    changes = changes_by_others(state.run, cluster, numbers=numbers)
+    if not changes:
         return Result()
     wait = state.wait_to_repeat(state.observed.cluster_changed_at)
     if wait > 0:
         return Result(look_after=wait)
+    edit = Edit(Child("RayCluster", state.name), changes, editor_of(cluster))
     return Result(
-        cluster=repaired(state.run, cluster),
+        cluster=repaired(state.run, cluster, numbers=numbers),
         events=(warning(Reason.CLUSTER_REPAIRED, f"{edit}. The operator puts it back"),),
     )
 

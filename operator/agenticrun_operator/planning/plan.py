@@ -8,6 +8,7 @@ from typing import Any
 
 from agenticrun_api import AgenticRun, ConditionType, Metadata, Phase, Reason
 from agenticrun_api.load import damaged_control_fields, repair_status
+from agenticrun_api.status import RayClusterStatus
 from agenticrun_api.version import __version__, is_supported
 from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.observed import Observed
@@ -67,7 +68,13 @@ from agenticrun_operator.planning.stopping import (
     without_pods,
 )
 from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import Event, Manifest, OperatorKey, WorkerImages
+from agenticrun_operator.resources import (
+    Event,
+    Manifest,
+    OperatorKey,
+    WorkerImages,
+    replicas_in,
+)
 
 SAFETY_NET_SECONDS = 30.0
 """Seconds between looks at a run that only waits for watch events, in case one is lost."""
@@ -118,7 +125,7 @@ def plan(
         state = state.with_fields(dict(resumed.fields))
         situation = find_situation(state, rescaling)
     result |= _decide(state, situation, rescaling)
-    result |= report_undeleted(state, result)
+    result |= report_undeleted(state, result) | _record_cluster(state, result)
     return finish(run.status, result, run.metadata.generation, now, observed.last_status_write)
 
 
@@ -136,26 +143,55 @@ def _changed(run: AgenticRun, state: State) -> dict[str, Any]:
     return {name: value for name, value in state.status if value is not before[name]}
 
 
+def _record_cluster(state: State, result: Result) -> Result:
+    """Remember which RayCluster is the run's own, and the replicas that it was given.
+
+    Both are in the RayCluster, too, but there others can change them.
+    """
+    cluster = result.cluster or state.cluster
+    if cluster is None or state.status.phase.finished:
+        return Result()
+    replicas = replicas_in(state.run, cluster)
+    uid = cluster["metadata"]["uid"]
+    known = RayClusterStatus(name=state.name, uid=uid, replicas=replicas)
+    return Result(fields={"ray_cluster": known})
+
+
 def _decide(state: State, situation: Situation, rescaling: Rescaling) -> Result:
     """Return what follows from the situation."""
     match situation:
-        case Deleted():
+        case Deleted() if "orphan" in state.run.metadata.finalizers:
             return end_deleted(state)
+        case Deleted():
+            return _keep_own(state, end_deleted(state))
         case Ended():
-            return clean_up(state) | remove_ownerless(state)
+            return _keep_own(state, clean_up(state) | remove_ownerless(state))
     always = Result(look_after=SAFETY_NET_SECONDS) | _accept(state)
     always |= remove_stuck(state) | remove_ownerless(state)
     match situation:
         case Stopping(cause):
-            return always | _report_pods(state) | stop(state, cause)
+            stopped = always | _report_pods(state) | stop(state, cause)
+            return _keep_own(state, stopped, numbers=True)
         case WithoutPods(cause):
-            return always | without_pods(state, cause)
+            return _keep_own(state, always | without_pods(state, cause))
         case Queued(until):
-            return always | wait_in_queue(state, until)
+            return _keep_own(state, always | wait_in_queue(state, until))
         case Running():
             return always | _run(state, rescaling)
         case Starting() | Restarting():
             return always | _start(state)
+
+
+def _keep_own(state: State, result: Result, *, numbers: bool = False) -> Result:
+    """Put back labels and owner of a RayCluster that has to go later, or goes with the run.
+
+    Args:
+        state: the state.
+        result: what follows from the situation.
+        numbers: True to put back the numbers of its pods, too.
+    """
+    goes_now = any(delete.child.kind == "RayCluster" for delete in result.delete)
+    return result if goes_now else result | repair(state, numbers=numbers)
 
 
 def _run(state: State, rescaling: Rescaling) -> Result:

@@ -368,7 +368,7 @@ def find_rescaling(state: State) -> Rescaling:
     has learnt.
     """
     run = state.run
-    made = replicas_in(state.cluster) if state.cluster else {}
+    made = replicas_in(state.run, state.cluster) if state.cluster else {}
     changes = {
         Role(name): (made[name], wanted)
         for name, wanted in run.spec.roles.elastic.items()

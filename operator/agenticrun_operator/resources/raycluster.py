@@ -15,7 +15,6 @@ from agenticrun_api.names import (
     REPORTER_PORT,
 )
 from agenticrun_api.quantities import whole_number
-from agenticrun_api.roles import ELASTIC
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import (
     Manifest,
@@ -115,17 +114,33 @@ def answers_challenges(cluster: Manifest) -> bool:
     )
 
 
-def replicas_in(cluster: Manifest) -> dict[str, int]:
-    """Return the replicas, of the roles that can change them, that a RayCluster was made for.
+def replicas_in(run: AgenticRun, cluster: Manifest) -> dict[str, int]:
+    """Return the replicas that the operator gave last to the roles that can have other ones.
 
-    It says so in labels: others may change the numbers of its pods.
+    Others can change labels and numbers of the RayCluster, so the run's status counts. It lags in
+    two cases. If label and numbers are those of the spec, an operator has ended between this change
+    and the status. And nothing is recorded of a RayCluster that is new, or while the CRD is older:
+    then its label counts.
     """
-    labels = cluster["metadata"].get("labels", {})
-    return {
-        role.value: int(labels[name])
-        for role in ELASTIC
-        if labels.get(name := _replicas_label(role.value), "").isdigit()
+    labels, known = cluster["metadata"].get("labels") or {}, run.status.ray_cluster
+    recorded: Mapping[str, int] = {}
+    if known and known.uid == cluster["metadata"].get("uid"):
+        recorded = known.replicas
+    numbers = {
+        group["groupName"]: {group.get(field) for field in _NUMBERS}
+        for group in cluster["spec"].get("workerGroupSpecs", ())
     }
+    found = {}
+    for role, wanted in run.spec.roles.elastic.items():
+        label, record = labels.get(_replicas_label(role), ""), recorded.get(role)
+        is_wanted = numbers.get(role) == {wanted}
+        if is_wanted and (record is None or label == str(wanted)):
+            found[role] = wanted
+        elif record is not None:
+            found[role] = record
+        elif label.isdigit():
+            found[role] = int(label)
+    return found
 
 
 def rescaled(cluster: Manifest, replicas: Mapping[Role, int], surplus: Collection[str]) -> Manifest:
@@ -137,8 +152,9 @@ def rescaled(cluster: Manifest, replicas: Mapping[Role, int], surplus: Collectio
         surplus: the pods to remove. KubeRay chooses the others if these are too few.
     """
     changed = copy.deepcopy(cluster)
+    numbers = {role.value: number for role, number in replicas.items()}
     for group in changed["spec"]["workerGroupSpecs"]:
-        if (number := replicas.get(Role(group["groupName"]))) is None:
+        if (number := numbers.get(group["groupName"])) is None:
             continue
         changed["metadata"]["labels"][_replicas_label(group["groupName"])] = str(number)
         group.update({"replicas": number, "minReplicas": number, "maxReplicas": number})
@@ -146,15 +162,22 @@ def rescaled(cluster: Manifest, replicas: Mapping[Role, int], surplus: Collectio
     return changed
 
 
-def changes_by_others(run: AgenticRun, cluster: Manifest) -> tuple[str, ...]:
+def changes_by_others(
+    run: AgenticRun, cluster: Manifest, *, numbers: bool = True
+) -> tuple[str, ...]:
     """Return what others have changed in a RayCluster that the operator made, as clauses.
 
     Only what the operator may put back: the numbers of pods, the labels and the owner. What a
     queue changes (spec.suspend) and the pods that KubeRay is to delete are not among it.
+
+    Args:
+        run: the run.
+        cluster: its RayCluster.
+        numbers: False to leave out the numbers of pods.
     """
     metadata, wanted = cluster["metadata"], _wanted_replicas(run, cluster)
     found = []
-    for group in cluster["spec"].get("workerGroupSpecs", ()):
+    for group in cluster["spec"].get("workerGroupSpecs", ()) if numbers else ():
         name, number = group["groupName"], wanted.get(group["groupName"])
         found += [
             f"{field} of worker group {name} is {group.get(field)} instead of {number}"
@@ -174,21 +197,37 @@ def changes_by_others(run: AgenticRun, cluster: Manifest) -> tuple[str, ...]:
     return tuple(found)
 
 
-def repaired(run: AgenticRun, cluster: Manifest) -> Manifest:
+def groups_of_others(run: AgenticRun, cluster: Manifest) -> tuple[str, ...]:
+    """Return the worker groups that others have added or removed, as clauses.
+
+    The operator cannot put them back: a group defines pods, and the chart's admission policy lets
+    the operator define pods of new RayClusters only.
+    """
+    there = {group["groupName"] for group in cluster["spec"].get("workerGroupSpecs", ())}
+    ours = {role.value for role in run.spec.roles.workers}
+    added = (f"worker group {name} was added" for name in sorted(there - ours))
+    return (*added, *(f"worker group {name} was removed" for name in sorted(ours - there)))
+
+
+def repaired(run: AgenticRun, cluster: Manifest, *, numbers: bool = True) -> Manifest:
     """Return a RayCluster without `changes_by_others`.
 
     Args:
         run: the run.
         cluster: as it was read from the apiserver.
+        numbers: False to leave the numbers of pods as they are.
     """
     changed, wanted = copy.deepcopy(cluster), _wanted_replicas(run, cluster)
-    for group in changed["spec"].get("workerGroupSpecs", ()):
+    for group in changed["spec"].get("workerGroupSpecs", ()) if numbers else ():
         if (number := wanted.get(group["groupName"])) is not None:
             group.update(dict.fromkeys(_NUMBERS, number))
     metadata = changed["metadata"]
     metadata["labels"] = (metadata.get("labels") or {}) | _wanted_labels(run, cluster, wanted)
     if not controller(cluster):
-        metadata["ownerReferences"] = child_metadata(run, run.metadata.name)["ownerReferences"]
+        owners = metadata.get("ownerReferences") or []
+        others = [owner for owner in owners if owner.get("uid") != run.metadata.uid]
+        mine = child_metadata(run, run.metadata.name)["ownerReferences"]
+        metadata["ownerReferences"] = others + mine
     return changed
 
 
@@ -209,7 +248,7 @@ def editor_of(cluster: Manifest) -> str:
 
 def _wanted_replicas(run: AgenticRun, cluster: Manifest) -> dict[str, int]:
     """Return the number of pods of each worker group that the operator has asked for last."""
-    made = replicas_in(cluster)
+    made = replicas_in(run, cluster)
     return {
         role.value: made.get(role.value, run.spec.roles.replicas(role))
         for role in run.spec.roles.workers

@@ -365,6 +365,25 @@ def test_a_run_does_not_get_by_its_pod_template_what_the_platform_does_not_allow
         operator.create(cluster)
 
 
+def test_the_policy_names_the_fields_that_a_webhook_has_added(operator: Identity) -> None:
+    """The webhook sees the operator's RayCluster before the policy does."""
+    cluster = children(a_run())["RayCluster"]
+    cluster["spec"]["gcsFaultToleranceOptions"] = {"redisAddress": "redis:6379"}
+    cluster["spec"]["headGroupSpec"]["serviceType"] = "ClusterIP"
+    cluster["spec"]["workerGroupSpecs"][-1] |= {"idleTimeoutSeconds": 60, "suspend": False}
+    name = cluster["spec"]["workerGroupSpecs"][-1]["groupName"]
+    with pytest.raises(CommandFailed) as denied:
+        operator.create(cluster)
+    for field in (
+        "spec.gcsFaultToleranceOptions",
+        "spec.headGroupSpec.serviceType",
+        f"spec.workerGroupSpecs[{name}].idleTimeoutSeconds",
+        f"spec.workerGroupSpecs[{name}].suspend",
+    ):
+        assert field in str(denied.value)
+    assert "mutating admission webhook" in str(denied.value)
+
+
 @pytest.mark.parametrize("namespace", ["kube-system", SYSTEM])
 @pytest.mark.parametrize("kind", ["Secret", "ConfigMap", "RayCluster"])
 def test_it_may_create_nothing_where_clusters_and_operators_keep_their_secrets(
@@ -472,6 +491,13 @@ def group(path: str, value: object) -> Change:
     return lambda cluster: setting(path, value)(cluster["spec"]["workerGroupSpecs"][-1])
 
 
+def owner_of_the_users(team: Cluster, name: str) -> Manifest:
+    """Return a reference to a ConfigMap. Without its uid, garbage collection deletes the object."""
+    found = team.get("configmap", name)
+    assert found is not None
+    return {"apiVersion": "v1", "kind": "ConfigMap", "name": name, "uid": found["metadata"]["uid"]}
+
+
 def rescale(team: Cluster, who: Identity, name: str, change: Change) -> None:
     """Replace the RayCluster by one that was changed, as the apiserver has it now."""
     for again in (True, True, True, True, False):
@@ -498,6 +524,7 @@ def test_it_may_change_the_numbers_of_pods_of_a_run_and_nothing_else_of_a_rayclu
     document = run_with(name="scales") | {"metadata": found["metadata"] | {"namespace": TEAM}}
     ours = children(parse_run(document))["RayCluster"]
     ours["spec"]["suspend"] = True
+    mine = copy.deepcopy(ours["metadata"]["ownerReferences"])
     theirs = copy.deepcopy(ours)
     theirs["metadata"] = {"name": "of-another"}
     team.apply(ours, theirs)
@@ -545,11 +572,25 @@ def test_it_may_change_the_numbers_of_pods_of_a_run_and_nothing_else_of_a_rayclu
         manifest.clear()
         manifest.update(changed)
 
+    def removes_the_other_owner(manifest: Manifest) -> None:
+        give_back(manifest)
+        manifest["metadata"]["ownerReferences"] = mine
+
     team.kubectl("label", "raycluster", "scales", "agenticrun.dev/run-")
     rescale(team, operator, "scales", give_back)
     no_owner = json.dumps({"metadata": {"ownerReferences": None}})
     team.kubectl("patch", "raycluster", "scales", "--type=merge", "-p", no_owner)
     rescale(team, operator, "scales", give_back)
+    other = owner_of_the_users(team, "scales-run")
+    second = json.dumps({"metadata": {"ownerReferences": [other]}})
+    team.kubectl("patch", "raycluster", "scales", "--type=merge", "-p", second)
+    rescale(team, operator, "scales", give_back)
+    with pytest.raises(CommandFailed, match="only the numbers of pods"):
+        rescale(team, operator, "scales", removes_the_other_owner)
+    second = json.dumps({"metadata": {"ownerReferences": [*mine, other]}})
+    team.kubectl("patch", "raycluster", "scales", "--type=merge", "-p", second)
+    rescale(team, operator, "scales", give_back)
+    team.kubectl("patch", "raycluster", "scales", "--type=merge", "-p", no_owner)
     team.kubectl("label", "raycluster", "scales", "agenticrun.dev/run-uid-")
     rescale(team, unlimited, "scales", give_back)
     with pytest.raises(CommandFailed, match="only the numbers of pods"):
@@ -579,8 +620,35 @@ def test_it_may_delete_runs_with_a_ttl_and_clusters_of_runs_and_nothing_else(
     def delete(who: Identity, kind: str, name: str) -> None:
         who.kubectl("delete", kind, name, "--dry-run=server", "--wait=false")
 
+    def patch(name: str, **metadata: Any) -> None:
+        words = ("raycluster", name, "--type=merge", "-p", json.dumps({"metadata": metadata}))
+        team.kubectl("patch", *words)
+
     delete(operator, "agenticrun", "with-ttl")
     delete(operator, "raycluster", "with-ttl")
+    owners, labels = ours["metadata"]["ownerReferences"], ours["metadata"]["labels"]
+    other = owner_of_the_users(team, "with-ttl-run")
+    patch("with-ttl", ownerReferences=[*owners, other])
+    delete(operator, "raycluster", "with-ttl")
+    patch("with-ttl", labels=dict.fromkeys(labels))
+    delete(operator, "raycluster", "with-ttl")
+    patch("with-ttl", ownerReferences=[other])
+    delete(unlimited, "raycluster", "with-ttl")
+    with pytest.raises(CommandFailed, match=r"look at metadata\.ownerReferences"):
+        delete(operator, "raycluster", "with-ttl")
+    patch("with-ttl", labels=labels)
+    delete(operator, "raycluster", "with-ttl")
+    patch("theirs", ownerReferences=[other | {"controller": True}])
+    budget = {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "spec": {"maxUnavailable": 0},
+    }
+    team.apply(
+        budget | {"metadata": {"name": "with-ttl", "ownerReferences": owners}},
+        budget | {"metadata": {"name": "theirs"}},
+    )
+    delete(operator, "pdb", "with-ttl")
     container = {"name": "c", "image": "none"}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "theirs"}}
     team.apply(pod | {"spec": {"containers": [container], "nodeSelector": {"no-such": "node"}}})
@@ -588,7 +656,12 @@ def test_it_may_delete_runs_with_a_ttl_and_clusters_of_runs_and_nothing_else(
     left = pod | {"metadata": {"name": "left-over", "labels": labels}}
     team.apply(left | {"spec": {"containers": [container], "nodeSelector": {"no-such": "node"}}})
     delete(operator, "pod", "left-over")
-    for kind, name in (("agenticrun", "without-ttl"), ("raycluster", "theirs"), ("pod", "theirs")):
+    for kind, name in (
+        ("agenticrun", "without-ttl"),
+        ("raycluster", "theirs"),
+        ("pod", "theirs"),
+        ("pdb", "theirs"),
+    ):
         delete(unlimited, kind, name)
         with pytest.raises(CommandFailed, match="denied request"):
             delete(operator, kind, name)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agenticrun_api import ConditionType, Phase, PoolStatus, Role
+from agenticrun_api.load import parse_served
 from agenticrun_api.status import CheckpointStatus, RoleStatus
 from agenticrun_api.version import __version__
 from agenticrun_operator.cluster import (
@@ -273,7 +274,7 @@ async def test_a_crash_of_the_operator_leaves_no_half_scaled_run(when: str) -> N
     await operator.settle(4)
     assert operator.crashes == 1
     assert len(world.pods(Role.ENV)) == 3
-    assert replicas_in(cluster_of(world)) == {"inference": 1, "env": 3}
+    assert replicas_in(parse_served(world.run), cluster_of(world)) == {"inference": 1, "env": 3}
     assert [config.replicas[Role.ENV] for config in world.configs.values()] == [3]
     assert is_undisturbed(world)
 
