@@ -150,6 +150,7 @@ class Command:
                 name: value for name, value in line.items() if not name.startswith(WALL_CLOCK)
             }
             for line in lines
+            if "engine/parity_gap" not in line  # once per attempt
         }
 
     def kill(self, after_step: int, seconds: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
@@ -385,9 +386,11 @@ class RunActors:
         """Load the policy, and return the share of each batch that each rank gets."""
         threads = self._threads(Role.TRAINER, places[0])
         meeting = await trainers[0].call(lambda rank: rank.rendezvous())
-        return await asyncio.gather(
+        parts = await asyncio.gather(
             *(actor.call(lambda rank: rank.setup(sources, meeting, threads)) for actor in trainers)
         )
+        await _repeat_warnings(trainers[0])
+        return parts
 
     async def _set_up_scoring(
         self,
@@ -403,6 +406,7 @@ class RunActors:
         await asyncio.gather(
             *(actor.call(lambda rank: rank.setup(sources, meeting, threads)) for actor in actors)
         )
+        await _repeat_warnings(actors[0])
 
     async def _make_source(self, trainer: ActorHandle[TrainerActor]) -> ModelSource:
         """Return the initial model; random weights are made on the first trainer pod."""
@@ -557,3 +561,10 @@ async def _until_death(store: ActorHandle[TrajectoryStore]) -> None:
     await store.call(lambda keeper: keeper.health())  # it may take any time to start
     while True:
         await store.poll(lambda keeper: keeper.health())
+
+
+async def _repeat_warnings(first: ActorHandle[RankActor]) -> None:
+    """Log what the first rank has warned of while it loaded its model; all ranks load the same."""
+    here = os.getpid()
+    for message in await first.call(lambda rank: rank.warnings(here)):
+        log.warning("%s", message)

@@ -106,6 +106,7 @@ def load_model(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
     output_layer: bool = True,
+    check_values: bool = True,
 ) -> PreTrainedModel:
     """Load a model in evaluation mode.
 
@@ -113,6 +114,7 @@ def load_model(
         path: a folder or a name on the hub.
         device: default: this process's GPU, else the CPU.
         output_layer: the caller uses it. A critic does not, so its folder need not hold one.
+        check_values: look for NaN and infinity.
 
     Raises:
         ModelLoadError: see `load_config`; weights are missing, damaged, of other shapes or not
@@ -138,7 +140,7 @@ def load_model(
     made_new = "" if output_layer else _name_of(model, model.get_output_embeddings())
     check_report(path, report, made_new)
     model.to(device or compute_device())
-    for name, weight in model.named_parameters():
+    for name, weight in model.named_parameters() if check_values else ():
         check_finite(path, name, weight)
     return model.eval()
 
@@ -198,6 +200,8 @@ def load_source(
 ) -> PreTrainedModel:
     """Load the model of a run, in `dtype` (default: the source's). Raises `ModelLoadError`.
 
+    All ranks of a trainer load the same files. The first one looks for NaN.
+
     Args:
         output_layer: see `load_model`.
     """
@@ -208,6 +212,7 @@ def load_source(
             attn_implementation=source.attn_implementation,
             trust_remote_code=source.trust_remote_code,
             output_layer=output_layer,
+            check_values=not torch.distributed.is_initialized() or not torch.distributed.get_rank(),
         )
 
 

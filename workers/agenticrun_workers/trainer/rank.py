@@ -5,6 +5,8 @@ torch is imported inside methods, because the driver imports these modules.
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -29,6 +31,18 @@ ACTOR, CRITIC, REFERENCE = "actor_train", "critic", "reference"
 Metrics = dict[str, float]
 
 
+class WarningLog(logging.Handler):
+    """Keeps the text of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning."""
+        self.messages.append(record.getMessage())
+
+
 class Trajectories(Protocol):
     """The part of a `TrajectoryStore` that ranks call."""
 
@@ -47,6 +61,7 @@ class RankActor(Traced):
         self._pipeline = pipeline
         self._stores: Sequence[ActorHandle[Trajectories]] = ()
         self._listener: socket.socket | None = None
+        self._warnings = WarningLog()
 
     def placement(self) -> Placement:
         """Return where this actor runs."""
@@ -75,9 +90,22 @@ class RankActor(Traced):
 
         from agenticrun_workers.trainer.ranks import leave_ranks
 
+        logging.getLogger("agenticrun_workers").removeHandler(self._warnings)
+
         leave_ranks()
         if self._pipeline.deterministic:
             torch.use_deterministic_algorithms(False)
+
+    def warnings(self, driver: int) -> list[str]:
+        """Return what this process has warned of since `setup` began.
+
+        With Ray its log is a file of its own, which users do not read.
+
+        Args:
+            driver: process id of the driver. Nothing is returned to an actor's own process, whose
+                log has the warnings.
+        """
+        return [] if os.getpid() == driver else [*self._warnings.messages]
 
     @traced
     def save(self, part: str, folder: str) -> None:
@@ -127,6 +155,7 @@ class RankActor(Traced):
         from agenticrun_workers.models.devices import require_gpus
         from agenticrun_workers.trainer.ranks import join_ranks
 
+        logging.getLogger("agenticrun_workers").addHandler(self._warnings)
         require_gpus(len(current_node().gpus))
         torch.set_num_threads(threads)
         if self._pipeline.deterministic:
