@@ -91,6 +91,8 @@ FOLLOWING_SECONDS = 30.0
 _OWN_LIMIT = re.compile(r"\bexceed(s|ed) (the|its)\b")
 """The kubelet's words for a pod that it evicts because its containers use more storage than their
 own limits allow. Another attempt would end the same way."""
+_UNKNOWN_ENDS = frozenset({"ContainerStatusUnknown", "Unknown"})
+"""The words of the kubelet and of containerd for a container whose end no one has seen."""
 LIVE_JOB = frozenset({"PENDING", "RUNNING"})
 
 
@@ -186,6 +188,9 @@ class Pod:
 
     own_end: str = ""
     """Why its node has ended the pod, if that is the pod's own fault."""
+    rebooted: bool = False
+    """True if the kubelet does not know how the Ray container's last start ended: its node has
+    rebooted under it."""
     images: tuple[str, ...] = ()
     """The images of a ready pod."""
 
@@ -573,6 +578,7 @@ def read_pod(manifest: Manifest) -> Pod:
         lacks=tuple(name for name in _POD_LABELS if name not in labels),
         disruption=_disruption(status),
         own_end=_own_end(status),
+        rebooted=_last_end(status).get("reason") in _UNKNOWN_ENDS,
         images=tuple(_images(manifest).values()) if ready else (),
     )
 
@@ -625,6 +631,11 @@ def _started_at(status: Manifest) -> str | None:
         _ray_container(status).get("state", {}).get("running", {}).get("startedAt")
     )
     return started
+
+
+def _last_end(status: Manifest) -> Manifest:
+    ended: Manifest = _ray_container(status).get("lastState", {}).get("terminated") or {}
+    return ended
 
 
 def _ray_container(status: Manifest) -> Manifest:

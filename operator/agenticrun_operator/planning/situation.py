@@ -550,7 +550,7 @@ def _disruption_now(state: State) -> str:
     if is_deleting(state.cluster):
         return f"RayCluster {state.name} was deleted"
     taken = (_taken(state, pod) for pod in state.savers)
-    return next(filter(None, taken), "") or _replaced(state)
+    return next(filter(None, taken), "") or _rebooted(state) or _replaced(state)
 
 
 def _failed_pod(state: State) -> str:
@@ -580,17 +580,33 @@ def _has_recovered(state: State) -> bool:
 
 def _taken(state: State, pod: Pod) -> str:
     """Return what the platform does to a pod without which the attempt ends; empty: nothing."""
-    if not (pod.deleting or pod.disruption) or pod.uid in state.observed.deletions:
+    if not _is_leaving(pod) or pod.uid in state.observed.deletions:
         return ""
     what = f"{pod.role.value} pod {pod.name}"
     # A pod of an earlier attempt may be slow to end, but then another one has replaced it.
-    others = [other for other in state.savers if other.role is pod.role]
-    staying = sum(not other.deleting and not other.disruption for other in others)
+    staying = sum(other.role is pod.role and not _is_leaving(other) for other in state.savers)
     if staying >= state.run.spec.roles.replicas(pod.role):
         return ""
     if pod.disruption:
         return f"{what} was disrupted ({pod.disruption})"
-    return f"{what} was deleted" if pod.deleting else ""
+    if pod.deleting:
+        return f"{what} was deleted"
+    return f"{what} was on node {pod.node}, which no longer answered"
+
+
+def _is_leaving(pod: Pod) -> bool:
+    """Return True if the platform takes the pod, or its node no longer answers."""
+    node_lost = pod.problem is not None and pod.problem.reason is Reason.NODE_LOST
+    return pod.deleting or bool(pod.disruption) or node_lost
+
+
+def _rebooted(state: State) -> str:
+    """Return a sentence if the node of the attempt's head has rebooted; else ""."""
+    head = state.head
+    if head is None or not head.rebooted or not is_pod_of(head, state.job):
+        return ""
+    restarted = head.incarnation is not None and str(head.incarnation) != state.job.incarnation
+    return f"node {head.node} of head pod {head.name} restarted" if restarted else ""
 
 
 def _replaced(state: State) -> str:

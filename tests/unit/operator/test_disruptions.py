@@ -248,6 +248,64 @@ async def test_a_pod_beyond_its_own_limits_is_a_failure_although_it_is_replaced(
     assert world.status.disruptions == 0
 
 
+async def test_a_node_that_reboots_under_the_head_is_a_disruption() -> None:
+    """Its containers start again in the same pods."""
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.lose_node(Role.DRIVER)
+    await pass_time(operator, 60)
+    world.nodes_return()
+    await pass_time(operator, 60)
+    assert [job.attempt for job in world.jobs] == [1, 2]
+    assert counts(world) == (1, 0, 0)
+    (event,) = [event for event in world.events if event.reason == "Disrupted"]
+    assert "which no longer answered" in event.message
+    assert "ClusterLost" not in happened(world)
+
+
+async def test_a_reboot_too_short_for_kubernetes_to_notice_is_a_disruption_too() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    ended = {"reason": "Unknown", "exitCode": 255}
+    world.restart_head_container()
+    (head,) = world.pods(Role.DRIVER)
+    head["status"]["containerStatuses"][0]["lastState"] = {"terminated": ended}
+    await pass_time(operator, 60)
+    assert counts(world) == (1, 0, 0)
+    world.drive(1)
+    await operator.settle(2)
+    world.end_driver(None)
+    await operator.settle(2)
+    assert counts(world) == (1, 1, 1), "what the kubelet remembers is of an earlier attempt"
+
+
+async def test_a_trainers_node_that_no_longer_answers_disrupts_an_attempt_that_fails() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.lose_node(Role.TRAINER)
+    await operator.settle(2)
+    world.end_driver(Outcome.FAILED)
+    await operator.settle(2)
+    assert counts(world) == (1, 0, 0)
+
+
+async def test_a_node_that_answers_again_in_time_hides_no_later_failure() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.lose_node(Role.TRAINER, partition=True)
+    await operator.settle(2)
+    world.nodes_return()
+    world.drive(2)
+    await operator.settle(2)
+    world.end_driver(Outcome.FAILED)
+    await operator.settle(2)
+    assert counts(world) == (0, 1, 1)
+
+
 # -- a RayCluster that others suspend --------------------------------------------------------------
 
 
