@@ -254,6 +254,9 @@ class JobStatus(Model):
     """When the operator first saw that the attempt had ended or had made its final report."""
     unknown_since: Time | None = None
     """Time since which the operator does not know that the driver trains; absent while it knows."""
+    newest_pod_time: Time | None = None
+    """Creation of the newest of the head, trainer, reference and critic pods that the attempt began
+    with. A newer pod has replaced one of them."""
     disruption: ShortText = ""
     """The pod that the platform took from the attempt (drain, eviction, preemption, deletion), and
     how. Such an attempt ends disrupted, not failed."""

@@ -551,6 +551,7 @@ def begin(state: State) -> Result:
         attempt=attempt,
         submission_id=submission_id(state.name, state.run.metadata.uid, attempt),
         incarnation=str(head.incarnation),
+        newest_pod_time=state.newest_pod_time,
     )
     conditions = {
         ConditionType.TRAINING: Said("False", Reason.SUBMITTING, f"submitting attempt {attempt}")

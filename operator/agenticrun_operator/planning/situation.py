@@ -119,6 +119,15 @@ class State:
         """The pods that save checkpoints. An attempt that loses one of them ends."""
         return [pod for pod in self.pods if pod.role in SAVES]
 
+    @property
+    def newest_pod_time(self) -> str | None:
+        """When the apiserver stored the newest pod that saves checkpoints.
+
+        Compared with other such times only: the clocks of nodes differ.
+        """
+        times = [parse_time(pod.created_at) for pod in self.savers if pod.created_at]
+        return format_time(max(times)) if times else None
+
     @cached_property
     def roles(self) -> RolesReport:
         """The pods of each role, and what is wrong with them."""
@@ -454,6 +463,8 @@ def record(state: State) -> State:
     changes["report"] = report
     if not state.has_attempt:
         return state.with_fields(fields | {"job": job.model_copy(update=changes)})
+    if not (job.status or isinstance(seen, Job)):  # what is replaced before it began is no loss
+        changes["newest_pod_time"] = state.newest_pod_time or job.newest_pod_time
     if job.end_time is None and (report or _has_ended(state)):
         changes["end_time"] = state.observed.end_time or format_time(state.now)
     if progress and not is_silent(progress):
@@ -615,10 +626,10 @@ def _replaced(state: State) -> str:
         return "" if _head_is_hidden(state) else "the head pod was deleted"
     if not is_pod_of(state.head, state.job):
         return f"the head pod was replaced by {state.head.name}"
-    began = state.observed.job.start_time if isinstance(state.observed.job, Job) else None
+    newest = state.job.newest_pod_time
     for pod in state.savers:
-        if began is None or pod.role is Role.DRIVER or not pod.created_at:
+        if newest is None or pod.role is Role.DRIVER or not pod.created_at:
             continue
-        if parse_time(pod.created_at).timestamp() > began + 1:
+        if parse_time(pod.created_at) > parse_time(newest):
             return f"a {pod.role.value} pod was replaced by {pod.name}"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from agenticrun_api import ConditionType, Outcome, Phase, Role
 from agenticrun_api.status import CheckpointStatus
+from agenticrun_operator.cluster import HeadAddress
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Manifest
 from operator_world import NAME, Operator, World, condition, copied, happened, training
@@ -140,6 +142,51 @@ async def test_a_trainer_pod_that_was_replaced_while_the_operator_was_away_is_a_
     await operator.settle(2)
     assert counts(world) == (1, 0, 0)
     assert "a trainer pod was replaced by" in (world.status.message or "")
+
+
+class SlowClock(World):
+    """The clock of the head's node is a minute behind."""
+
+    async def submit(
+        self, head: HeadAddress, submission_id: str, attempt: int, replicas: Mapping[str, int]
+    ) -> None:
+        known = len(self.jobs)
+        await super().submit(head, submission_id, attempt, replicas)
+        for job in self.jobs[known:]:
+            job.start_time -= 60
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_the_clock_of_the_heads_node_does_not_decide_if_a_pod_was_replaced(
+    replaced: bool,
+) -> None:
+    world = SlowClock()
+    world.apply_run(("spec.failurePolicy", {"backoffSeconds": 10}))
+    operator = Operator(world)
+    await training(operator)
+    if replaced:
+        world.now += timedelta(seconds=5)
+        world.delete_pod(Role.TRAINER)
+        world.make_pods()
+    world.end_driver(None)
+    await operator.settle(3)
+    assert counts(world) == ((1, 0, 0) if replaced else (0, 1, 1))
+
+
+async def test_a_pod_that_is_replaced_before_ray_takes_the_attempt_does_not_disrupt_it() -> None:
+    operator = a_run()
+    world = operator.world
+    world.submit_down = True
+    await operator.settle()
+    world.delete_pod(Role.TRAINER)
+    await pass_time(operator, 30)
+    world.submit_down = False
+    await pass_time(operator, 120)
+    world.drive(1)
+    await operator.settle(3)
+    world.end_driver(Outcome.FAILED)
+    await operator.settle(2)
+    assert counts(world) == (0, 1, 1)
 
 
 @pytest.mark.parametrize("what", ["driver", "head container", "env pod"])
