@@ -376,7 +376,8 @@ class AgenticRunStatus(Model):
     """The furthest step that the run had reached at a restart."""
     disruptions: Number = 0
     """Number of attempts that the platform ended: drains, evictions, preemptions, lost nodes,
-    deleted pods, a suspended RayCluster. They are no restarts and no failures."""
+    deleted pods. They are no restarts and no failures. Suspensions, by you or by a queue, do not
+    count."""
     disruptions_without_progress: Number = 0
     """Number of disruptions since the run last got further than before. The wait before the next
     attempt grows with it, up to 10 minutes."""

@@ -610,8 +610,6 @@ def end(state: State, over: Over, wait: float = 0.0) -> Result:
     said = Said("False", over.reason, over.message)
     stalled = Said("False", over.reason, over.message, optional=True)
     conditions = {ConditionType.TRAINING: said, ConditionType.STALLED: stalled}
-    if over.disruption:
-        fields["disruptions"] = state.status.disruptions + 1
     return Result(fields=fields, conditions=conditions) | log_tail(state)
 
 
@@ -666,6 +664,7 @@ def restart(state: State, over: Over) -> tuple[Result, Over | None]:
     result = Result(
         fields={
             "restarts": status.restarts + (not over.disruption),
+            "disruptions": status.disruptions + bool(over.disruption),
             "phase": Phase.RESTARTING,
             "message": text(summary),
         },

@@ -398,7 +398,7 @@ async def test_a_preemption_by_a_queue_is_no_failure_and_the_run_resumes_when_it
     operator = a_run(startupDeadlineSeconds=60)
     world = operator.world
     await training(operator, step=0, checkpoint=checkpoint(world, 0))
-    for preempted in range(1, 6):
+    for _ in range(5):
         suspend_cluster(world)
         await wait_suspended(operator, 600)
         assert phase_of(world) is Phase.SUSPENDED
@@ -408,7 +408,7 @@ async def test_a_preemption_by_a_queue_is_no_failure_and_the_run_resumes_when_it
         world.drive(0)
         await operator.settle(2)
         assert phase_of(world) is Phase.RUNNING
-        assert counts(world) == (preempted, 0, 0)
+        assert counts(world) == (0, 0, 0)
     assert [job.attempt for job in world.jobs] == [1, 2, 3, 4, 5, 6]
 
 
@@ -424,6 +424,27 @@ async def test_the_driver_of_a_suspended_cluster_is_asked_to_stop_while_its_head
     suspend_cluster(world)
     await wait_suspended(operator, 30)
     assert phase_of(world) is Phase.SUSPENDED
+
+
+async def test_a_queue_uses_up_none_of_the_disruptions_that_a_run_may_have() -> None:
+    operator = a_run(maxDisruptions=1)
+    world = operator.world
+    await training(operator)
+    for _ in range(3):
+        suspend_cluster(world)
+        await wait_suspended(operator, 60)
+        world.objects["RayCluster", NAME]["spec"]["suspend"] = False
+        await pass_time(operator, 60)
+        world.drive(1)
+        await operator.settle(1)
+    for drained in (1, 2):
+        world.delete_pod(Role.DRIVER)
+        await pass_time(operator, 60)
+        world.drive(1)
+        await operator.settle(1)
+        assert world.status.disruptions == 1
+        assert (phase_of(world) is Phase.FAILED) is (drained == 2)
+    assert condition(world, ConditionType.FAILED).reason == "DisruptionsExhausted"
 
 
 async def test_the_user_may_suspend_a_run_whose_cluster_is_suspended() -> None:
