@@ -106,6 +106,7 @@ class Reason(StrEnum):
     CLUSTER_EDITED = "ClusterEdited"
     PODS_PENDING = "PodsPending"
     PODS_DENIED = "PodsDenied"
+    PODS_NOT_CREATED = "PodsNotCreated"
     PODS_READY = "PodsReady"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     MOUNT_FAILED = "MountFailed"

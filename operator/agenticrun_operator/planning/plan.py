@@ -86,6 +86,7 @@ _PROBLEM_EVENTS = frozenset(
         Reason.CONTAINER_CRASHED,
         Reason.CODE_UNAVAILABLE,
         Reason.PODS_DENIED,
+        Reason.PODS_NOT_CREATED,
     }
 )
 

@@ -29,6 +29,8 @@ from agenticrun_operator.resources import WorkerImages, images_in
 
 REJOIN_SECONDS = 60.0
 """Time in which worker pods join the new head after the loss of one."""
+CREATION_SECONDS = 60.0
+"""Time in which KubeRay creates the pods of a RayCluster, or replaces one."""
 STUCK_SECONDS = 60.0
 """Time after its grace period at which a pod that is still there is said to be stuck."""
 
@@ -51,13 +53,16 @@ class RolesReport:
         return self.problem is None
 
 
-def report_roles(run: AgenticRun, observed: Observed, images: WorkerImages) -> RolesReport:
+def report_roles(
+    run: AgenticRun, observed: Observed, images: WorkerImages, now: datetime
+) -> RolesReport:
     """Return what is known of the pods of each role.
 
     Args:
         run: the run.
         observed: the observed state.
         images: the worker images of this installation, for roles without a pod.
+        now: the current time.
     """
     cluster = observed.own_cluster(run)
     in_use = images_in(cluster) if cluster else {}
@@ -83,7 +88,8 @@ def report_roles(run: AgenticRun, observed: Observed, images: WorkerImages) -> R
     if problems:
         # A pod that only waits says less than one with a problem.
         named = (item for item in problems if item.reason is not Reason.PODS_PENDING)
-        first = min(named, key=lambda item: item.on_one_node, default=problems[0])
+        default = _not_created(run, observed, now) or problems[0]
+        first = min(named, key=lambda item: item.on_one_node, default=default)
         cause = _cluster_problem(run, observed) or first
     return RolesReport(statuses, cause, enough, _different_commits(ours) if not problems else "")
 
@@ -165,6 +171,27 @@ def _cluster_problem(run: AgenticRun, observed: Observed) -> Problem | None:
                 f"pods cannot be created: {one_line(condition.get('message', ''), 1024)}",
             )
     return None
+
+
+def _not_created(run: AgenticRun, observed: Observed, now: datetime) -> Problem | None:
+    """Return the problem of pods that KubeRay should have created long ago; None if there is none.
+
+    KubeRay creates all pods of a RayCluster at once, and counts pods that are being deleted.
+    """
+    cluster, existing = observed.own_cluster(run), len(observed.own_pods(run.metadata.uid))
+    wanted = 1 + sum(run.spec.roles.replicas(role) for role in run.spec.roles.workers)
+    if cluster is None or existing >= wanted:
+        return None
+    known = run.status.pods
+    times = [cluster["metadata"].get("creationTimestamp"), known.since if known else None]
+    missing_since = max((parse_time(time) for time in times if time), default=now)
+    if (known and known.ready) or (now - missing_since).total_seconds() < CREATION_SECONDS:
+        return None
+    return Problem(
+        Reason.PODS_NOT_CREATED,
+        f"KubeRay has created {existing} of {wanted} pods: its operator may be stopped, or may not "
+        f"watch namespace {run.metadata.namespace}",
+    )
 
 
 def joined_earlier_head(pod: Pod, head: Pod, now: datetime) -> bool:

@@ -131,7 +131,7 @@ class State:
     @cached_property
     def roles(self) -> RolesReport:
         """The pods of each role, and what is wrong with them."""
-        return report_roles(self.run, self.observed, self.images)
+        return report_roles(self.run, self.observed, self.images, self.now)
 
     @cached_property
     def pods_since(self) -> PodsStatus:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from agenticrun_api import Condition, ConditionType, Outcome, Phase
+from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
 from agenticrun_operator.cluster import (
     NamespaceGone,
     NotFound,
@@ -15,7 +15,7 @@ from agenticrun_operator.cluster import (
 )
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Manifest
-from operator_world import NAME, Operator, World, condition, happened
+from operator_world import NAME, Operator, World, condition, happened, training
 
 TOO_OLD = (
     'RayCluster in version "v1" cannot be handled as a RayCluster: strict decoding error: '
@@ -281,3 +281,53 @@ async def test_a_suspended_run_has_no_obstacle(world: World, operator: Operator)
     await operator.settle(2)
     assert world.status.phase is Phase.SUSPENDED
     assert world.status.obstacle is None
+
+
+async def test_pods_that_kuberay_does_not_create_need_a_user(
+    world: World, operator: Operator
+) -> None:
+    """KubeRay's operator is stopped, or watches other namespaces."""
+    await look_without_kuberay(operator, 50)
+    waits = condition(world, ConditionType.ROLES_READY)
+    assert (waits.status, waits.reason) == ("False", "PodsPending")
+    await look_without_kuberay(operator, 20)
+    waits = condition(world, ConditionType.ROLES_READY)
+    assert (waits.status, waits.reason) == ("False", "PodsNotCreated")
+    assert "KubeRay has created 0 of 4 pods" in waits.message
+    assert "namespace team" in waits.message
+    assert world.status.message == waits.message
+    summary = condition(world, ConditionType.PROGRESSING)
+    assert (summary.status, summary.reason) == ("False", "PodsNotCreated")
+    assert happened(world).count("PodsNotCreated") == 1
+    await operator.settle()
+    assert condition(world, ConditionType.PROGRESSING).status == "True"
+    assert len(world.jobs) == 1
+
+
+async def test_a_pod_that_kuberay_does_not_replace_is_named_while_the_run_trains(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    world.now += timedelta(minutes=5)
+    world.delete_pod(Role.ENV)
+    await look_without_kuberay(operator, 30)
+    assert condition(world, ConditionType.ROLES_READY).reason == "PodsPending"
+    await look_without_kuberay(operator, 60)
+    ready = condition(world, ConditionType.ROLES_READY)
+    assert (ready.reason, "3 of 4 pods" in ready.message) == ("PodsNotCreated", True)
+
+
+async def test_what_keeps_kuberay_from_creating_pods_is_said_instead(
+    world: World, operator: Operator
+) -> None:
+    world.pods_denied = "exceeded quota"
+    for _ in range(20):
+        await operator.settle(1)
+        world.now += timedelta(seconds=9)
+    assert condition(world, ConditionType.ROLES_READY).reason == "PodsDenied"
+
+
+async def look_without_kuberay(operator: Operator, seconds: int) -> None:
+    for _ in range(seconds // 10):
+        await operator.reconcile()
+        operator.world.now += timedelta(seconds=10)
