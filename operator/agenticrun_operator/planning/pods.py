@@ -15,7 +15,6 @@ set the taint node.kubernetes.io/out-of-service or shut it down.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -69,13 +68,12 @@ def report_roles(
     ours = [pod for pod in observed.pods if pod.orphan or pod.run_uid == run.metadata.uid]
     progress = own_progress(run, observed.progress)
     pools = (progress.pools if progress else None) or {}
-    pulled = {image for pod in ours if pod.ready and not pod.deleting for image in pod.images}
     statuses: list[RoleStatus] = []
     problems: list[Problem] = []
     enough = True
     for role in (Role.DRIVER, *run.spec.roles.workers):
         pods = [pod for pod in ours if pod.role is role]
-        status, problem = _report_role(run, role, pods, pulled)
+        status, problem = _report_role(run, role, pods, ours)
         moves = {}
         if pool := pools.get(role):
             moves = {"joining": pool.joining, "leaving": pool.leaving}
@@ -104,7 +102,7 @@ def _needed(run: AgenticRun, role: Role) -> int:
 
 
 def _report_role(
-    run: AgenticRun, role: Role, pods: list[Pod], pulled: Collection[str]
+    run: AgenticRun, role: Role, pods: list[Pod], every: list[Pod]
 ) -> tuple[RoleStatus, Problem | None]:
     """Return the status of a role, and why not all of its pods are ready.
 
@@ -112,7 +110,7 @@ def _report_role(
         run: the run.
         role: the role.
         pods: its pods.
-        pulled: the images of all ready pods of the run.
+        every: the pods of all roles.
     """
     roles = run.spec.roles
     desired = roles.replicas(role)
@@ -124,9 +122,10 @@ def _report_role(
         leaving = next((pod for pod in pods if pod.deleting), None)
         if stuck and stuck.problem:
             message = f"pod {stuck.name} {stuck.problem.message}"
-            one_node = stuck.problem.image in pulled
+            image, ready_pods = stuck.problem.image, (pod for pod in every if pod.ready)
+            one_node = bool(image) and any(image in pod.images for pod in ready_pods)
             if one_node:
-                message = f"{message}; on node {stuck.node} only: other pods have this image"
+                message = f"{message}; other pods have this image: look at node {stuck.node}"
             problem = Problem(stuck.problem.reason, message, on_one_node=one_node)
         else:
             ends = f"; pod {leaving.name} is being deleted" if leaving else ""

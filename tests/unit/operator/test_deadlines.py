@@ -178,7 +178,7 @@ async def test_a_run_is_tried_on_other_nodes_if_one_cannot_pull_what_others_have
         await operator.reconcile()
         if world.pods() and phase(world) is Phase.STARTING:
             said = condition(world, ConditionType.ROLES_READY).message
-            assert ("on node node-7 only" in said) is same_image
+            assert ("other pods have this image: look at node node-7" in said) is same_image
         world.now += timedelta(seconds=10)
     assert phase(world) is (Phase.PENDING if same_image else Phase.FAILED)
     assert "x509" in (world.status.message or "")
