@@ -82,6 +82,7 @@ class Reason(StrEnum):
     """Reasons of conditions and names of events."""
 
     WAITING_FOR_PREVIOUS_RUN = "WaitingForPreviousRun"
+    DELETION_STUCK = "DeletionStuck"
     NAME_CONFLICT = "NameConflict"
     CLAIM_REUSED = "ClaimReused"
     CLAIM_UNSUITABLE = "ClaimUnsuitable"

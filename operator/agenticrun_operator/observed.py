@@ -169,6 +169,8 @@ class Pod:
     """End of the grace period of a pod that is being deleted; else None."""
     ended: bool = False
     """True if the kubelet has reported the end of the Ray container."""
+    finalizers: tuple[str, ...] = ()
+    """Finalizers, which keep a deleted pod until their controllers remove them."""
     commit: str = ""
     """The commit of spec.code.git that the pod has fetched."""
     orphan: bool = False
@@ -573,6 +575,7 @@ def read_pod(manifest: Manifest) -> Pod:
         unready_since=None if ready else readiness.get("lastTransitionTime"),
         gone_by=metadata.get("deletionTimestamp"),
         ended=_has_ended(status),
+        finalizers=tuple(metadata.get("finalizers") or ()),
         commit=_commit(status),
         ownerless=not controller(manifest),
         lacks=tuple(name for name in _POD_LABELS if name not in labels),

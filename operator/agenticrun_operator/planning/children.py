@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from agenticrun_api import AgenticRun, ConditionType, Phase, PoolStatus, Reason, Role
@@ -65,6 +66,8 @@ to the new run."""
 MAX_WAIT_SECONDS = 5.0
 MAX_RETRY_SECONDS = 30.0
 """Longest time between checks of an obstacle that needs human action."""
+STUCK_SECONDS = 300.0
+"""Time after which a deletion that is not complete needs human action."""
 DELETED_SECONDS = 2.0
 """Time after the request to delete a RayCluster at which to look whether it is being deleted."""
 
@@ -153,7 +156,7 @@ def _earlier_pod(state: State) -> Obstacle | None:
     if pod is None:
         return None
     message = f"waiting until pod {pod.name} of an earlier run is deleted"
-    return Obstacle(Reason.WAITING_FOR_PREVIOUS_RUN, message)
+    return _waits(state, message, pod.gone_by, pod.finalizers)
 
 
 def _objects_in_the_way(state: State) -> Obstacle | None:
@@ -164,9 +167,10 @@ def _objects_in_the_way(state: State) -> Obstacle | None:
     for child, manifest in found:
         if manifest is None or child == users_claim_of(state.run):
             continue
-        waits = _waits_for(state.run, child, manifest)
-        if waits:
-            return Obstacle(Reason.WAITING_FOR_PREVIOUS_RUN, waits)
+        if waits := _waits_for(state.run, child, manifest):
+            metadata = manifest["metadata"]
+            finalizers = metadata.get("finalizers") or ()
+            return _waits(state, waits, metadata.get("deletionTimestamp"), finalizers)
         if not is_retained(state.run, manifest) and not is_own(state.run, manifest):
             foreign.append(f"{child.kind} {child.name}")
     if not foreign:
@@ -187,6 +191,36 @@ def _waits_for(run: AgenticRun, child: Child, manifest: Manifest) -> str | None:
     if is_deleting(manifest) or _of_earlier_run(run, manifest):
         return f"waiting until {shown} of an earlier run is deleted"
     return None
+
+
+def _waits(
+    state: State, message: str, deleted_at: str | None, finalizers: Collection[str]
+) -> Obstacle:
+    """Return the obstacle of an object that has to go first.
+
+    Args:
+        state: the state.
+        message: what the run waits for.
+        deleted_at: the time of its deletion; None: it is not being deleted.
+        finalizers: what keeps it.
+    """
+    before, stuck = state.status.obstacle, Reason.DELETION_STUCK
+    if deleted_at:
+        message += _held(deleted_at, finalizers)
+        waited = state.seconds_since(deleted_at)
+    elif before and before.reason == stuck:
+        waited = STUCK_SECONDS
+    else:  # garbage collection is to delete it
+        same = before and before.reason == Reason.WAITING_FOR_PREVIOUS_RUN
+        waited = state.seconds_since(before.since) if before and same else 0.0
+    is_stuck = waited >= STUCK_SECONDS
+    return Obstacle(stuck if is_stuck else Reason.WAITING_FOR_PREVIOUS_RUN, message)
+
+
+def _held(deleted_at: str, finalizers: Collection[str]) -> str:
+    """Return what keeps an object that was deleted, as the end of a sentence."""
+    keeps = f"; its finalizers keep it: {', '.join(finalizers)}" if finalizers else ""
+    return f" (deleted at {deleted_at}{keeps})"
 
 
 def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
@@ -587,9 +621,14 @@ def delete_cluster(state: State, why: str = "") -> Result:
         why: text of a Warning event with the first request; empty: no event.
     """
     cluster = state.cluster
-    if cluster is None or is_deleting(cluster):
+    if cluster is None:
         return Result()
-    uid = cluster["metadata"]["uid"]
+    metadata = cluster["metadata"]
+    if is_deleting(cluster):
+        finalizers = metadata.get("finalizers") or ()
+        child = Child("RayCluster", state.name)
+        return _still_there(state, child, metadata["deletionTimestamp"], finalizers)
+    uid = metadata["uid"]
     is_run_deleted = state.run.metadata.deletion_timestamp is not None
     # A deleted run that a finalizer holds is gone only when its pods are.
     delete = Delete(Child("RayCluster", state.name), uid, foreground=is_run_deleted)
@@ -613,11 +652,15 @@ def remove_stuck(state: State) -> Result:
     """Remove by force the run's pods that are long past their grace period."""
     result = Result()
     for pod in state.observed.pods:
-        if pod.ended or not pod.deleting:
+        if pod.gone_by is None or (pod.ended and not pod.finalizers):
             continue
         result |= Result(look_after=30.0)
         mine = pod.orphan or pod.run_uid == state.run.metadata.uid
         if not mine or not is_stuck(pod, state.now):
+            continue
+        child = Child("Pod", pod.name)
+        if pod.finalizers and (pod.ended or _was_asked(state, pod.uid)):  # force does not help
+            result |= _still_there(state, child, pod.gone_by, pod.finalizers)
             continue
         result |= ask_to_delete(state, Delete(Child("Pod", pod.name), pod.uid, force=True))
         if not _was_asked(state, pod.uid):
@@ -627,6 +670,17 @@ def remove_stuck(state: State) -> Result:
             )
             result |= Result(events=(warning(Reason.NODE_LOST, message),))
     return result
+
+
+def _still_there(
+    state: State, child: Child, deleted_at: str, finalizers: Collection[str]
+) -> Result:
+    """Report an object that was deleted minutes ago, and is still there."""
+    left = STUCK_SECONDS - state.seconds_since(deleted_at)
+    if left > 0:
+        return Result(look_after=left)
+    message = f"{child.kind} {child.name} is still there{_held(deleted_at, finalizers)}"
+    return Result(undeleted=(Undeleted(child, Reason.DELETION_STUCK, message),), look_after=30.0)
 
 
 def _was_asked(state: State, uid: str) -> bool:

@@ -16,6 +16,7 @@ from agenticrun_operator.cluster import (
     RightMissing,
     WebhookUnavailable,
 )
+from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.slow_writes import SlowWrites
 from operator_world import NAME, START, Operator, World, condition, happened, training
 from virtual_clock import on_virtual_clock
@@ -165,6 +166,93 @@ async def test_a_run_that_is_resumed_forgets_the_deletion_that_was_denied(
     world.end_driver(None)
     await operator.settle(4)
     assert world.status.disruptions == 1, "the operator has deleted nothing"
+
+
+# -- finalizers ------------------------------------------------------------------------------------
+
+
+def hold(world: World, kind: str, name: str) -> None:
+    """A finalizer of others holds a deleted object."""
+    found = world.objects[kind, name]
+    found["metadata"]["finalizers"] = ["example.com/slow"]
+    world._mark_deleted(found, grace_seconds=0)
+
+
+async def test_a_run_says_which_finalizer_holds_the_raycluster_of_an_earlier_run(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    deleted = format_time(world.now)
+    hold(world, *CLUSTER)
+    world.delete_run()
+    world.apply_run()
+    await follow(operator, 120)
+    message = (
+        f"waiting until RayCluster {NAME} of an earlier run is deleted (deleted at {deleted}; "
+        "its finalizers keep it: example.com/slow)"
+    )
+    found = condition(world, ConditionType.CLUSTER_PROVISIONED)
+    assert (found.reason, found.message) == ("WaitingForPreviousRun", message)
+    assert condition(world, ConditionType.PROGRESSING).status == "True"
+    await follow(operator, 300)
+    found = condition(world, ConditionType.CLUSTER_PROVISIONED)
+    assert (found.reason, found.message) == ("DeletionStuck", message)
+    summary = condition(world, ConditionType.PROGRESSING)
+    assert (summary.status, summary.reason) == ("False", "DeletionStuck")
+    await follow(operator, 3600)
+    assert happened(world).count("DeletionStuck") == 1
+    del world.objects[CLUSTER]
+    world.collect_garbage()
+    await follow(operator, 40)
+    assert world.status.phase is Phase.STARTING
+
+
+async def test_an_earlier_raycluster_that_no_one_deletes_needs_help_after_some_minutes(
+    world: World, operator: Operator
+) -> None:
+    """As while Kubernetes' garbage collector is down."""
+    await training(operator)
+    world.delete_run()
+    world.apply_run()
+    await follow(operator, 250)
+    assert provisioned(world) == ("False", "WaitingForPreviousRun")
+    await follow(operator, 600)
+    assert provisioned(world) == ("False", "DeletionStuck")
+    assert happened(world).count("DeletionStuck") == 1
+
+
+async def test_a_suspended_run_says_which_finalizer_holds_its_raycluster(
+    world: World, operator: Operator
+) -> None:
+    await training(operator)
+    hold(world, *CLUSTER)
+    world.change_run(("suspend", True))
+    world.end_driver(Outcome.STOPPED)
+    await follow(operator, 120)
+    assert suspended(world).reason == "Suspending"
+    await follow(operator, 300)
+    assert (suspended(world).status, suspended(world).reason) == ("Unknown", "DeletionStuck")
+    assert "its finalizers keep it: example.com/slow" in suspended(world).message
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_a_pod_that_a_finalizer_holds_is_named(
+    world: World, operator: Operator, ended: bool
+) -> None:
+    await training(operator)
+    (pod,) = world.pods(Role.ENV)
+    hold(world, "Pod", pod["metadata"]["name"])
+    world.lost[pod["metadata"]["uid"]] = False  # force does not remove it, either
+    if ended:
+        pod["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
+    world.delete_errors["Pod"] = KubeUnavailable("not this one") if ended else DENIED
+    await follow(operator, 500)
+    found = condition(world, ConditionType.ROLES_READY)
+    assert (found.status, found.reason) == ("False", "DeletionStuck")
+    name = pod["metadata"]["name"]
+    assert found.message.startswith(f"Pod {name} is still there (deleted at ")
+    assert found.message.endswith("its finalizers keep it: example.com/slow)")
+    assert happened(world).count("DeletionStuck") == 1
 
 
 def in_time(operator: Operator) -> Operator:
