@@ -45,6 +45,7 @@ from agenticrun_operator.resources import (
     Manifest,
     OperatorKey,
     answers_challenges,
+    budget_of,
     claim_name,
     code_config_map,
     controller_uid,
@@ -201,6 +202,17 @@ class Observer:
                 code = code_config_map(run)
                 if code and await self._kube.get(code.kind, namespace, code.name) is None:
                     missing_code = code.name
+        budget = budget_of(run)
+        if (
+            budget
+            and budget not in children
+            and ((settled and needed) or run.status.phase.finished)
+        ):
+            # No watch sees it: removed while the run trains, it has to come back.
+            if known and budget in known.children:
+                children[budget], fresh = known.children[budget], False
+            elif cluster is not None:
+                children[budget] = await self._kube.get(budget.kind, namespace, budget.name)
         in_use = not run.status.phase.finished or cluster is not None
         if in_use and Child(CLAIM_KIND, claim_name(run)) not in children:
             children |= await self._lost_claim(run, fresh=asked)

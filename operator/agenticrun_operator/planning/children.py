@@ -36,6 +36,7 @@ from agenticrun_operator.resources import (
     CLAIM_KIND,
     Child,
     Manifest,
+    budget_of,
     changes_by_others,
     checkpoint_claim_name,
     claim_name,
@@ -637,6 +638,20 @@ def delete_cluster(state: State, why: str = "") -> Result:
         return asked
     first = (warning(Reason.CLUSTER_LOST, why),) if why and not _was_asked(state, uid) else ()
     return asked | Result(events=first, look_after=DELETED_SECONDS)
+
+
+def remove_budget(state: State) -> Result:
+    """Delete the PodDisruptionBudget of a run that has ended: its pods may be evicted.
+
+    Unless they are the last way to its checkpoints.
+    """
+    child = budget_of(state.run)
+    found = state.observed.children.get(child) if child else None
+    if child is None or found is None or is_deleting(found) or not is_own(state.run, found):
+        return Result()
+    if kept_pods(state):
+        return Result()
+    return ask_to_delete(state, Delete(child, found["metadata"]["uid"]))
 
 
 def remove_ownerless(state: State) -> Result:

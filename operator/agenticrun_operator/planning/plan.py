@@ -18,6 +18,7 @@ from agenticrun_operator.planning.children import (
     delete_cluster,
     find_obstacle,
     provision,
+    remove_budget,
     remove_ownerless,
     remove_stuck,
     repair,
@@ -166,7 +167,8 @@ def _decide(state: State, situation: Situation, rescaling: Rescaling) -> Result:
         case Deleted():
             return _keep_own(state, end_deleted(state))
         case Ended():
-            return _keep_own(state, clean_up(state) | remove_ownerless(state))
+            ended = clean_up(state) | remove_budget(state) | remove_ownerless(state)
+            return _keep_own(state, ended)
     always = Result(look_after=SAFETY_NET_SECONDS) | _accept(state)
     always |= remove_stuck(state) | remove_ownerless(state)
     match situation:

@@ -3,6 +3,7 @@
 from agenticrun_operator.resources.children import (
     Child,
     Event,
+    budget_of,
     code_config_map,
     desired_children,
     mounted_children,
@@ -58,6 +59,7 @@ __all__ = [
     "OperatorKey",
     "WorkerImages",
     "answers_challenges",
+    "budget_of",
     "changes_by_others",
     "checkpoint_claim_name",
     "claim_name",

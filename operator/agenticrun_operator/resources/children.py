@@ -67,14 +67,14 @@ def mounted_children(run: AgenticRun) -> tuple[Manifest, ...]:
     """
     claim = created_claim(run)
     storage = (checkpoint_claim(run, claim),) if claim else ()
-    budget = (disruption_budget(run),) if _has_budget(run) else ()
+    budget = (disruption_budget(run),) if budget_of(run) else ()
     return (run_config(run), *storage, *budget)
 
 
 def mounted_names(run: AgenticRun) -> tuple[Child, ...]:
     """Return the names of `mounted_children`, which are needed more often than the manifests."""
     claim = (Child(CLAIM_KIND, claim_name(run)),) if created_claim(run) else ()
-    budget = (Child(BUDGET_KIND, run.metadata.name),) if _has_budget(run) else ()
+    budget = filter(None, (budget_of(run),))
     return (Child("ConfigMap", run_config_name(run)), *claim, *budget)
 
 
@@ -98,8 +98,9 @@ def disruption_budget(run: AgenticRun) -> Manifest:
     }
 
 
-def _has_budget(run: AgenticRun) -> bool:
-    return run.spec.disruption_budget == "Block"
+def budget_of(run: AgenticRun) -> Child | None:
+    """Return the PodDisruptionBudget that the run has until it ends, if it has one."""
+    return Child(BUDGET_KIND, run.metadata.name) if run.spec.disruption_budget == "Block" else None
 
 
 def run_config(run: AgenticRun) -> Manifest:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
+from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.cluster import (
     NamespaceGone,
     NotFound,
@@ -331,3 +333,63 @@ async def look_without_kuberay(operator: Operator, seconds: int) -> None:
     for _ in range(seconds // 10):
         await operator.reconcile()
         operator.world.now += timedelta(seconds=10)
+
+
+BUDGET = ("PodDisruptionBudget", NAME)
+
+
+async def with_a_budget(*changes: tuple[str, Any]) -> Operator:
+    world = World()
+    world.apply_run(("spec.disruptionBudget", "Block"), *changes)
+    operator = Operator(world)
+    await training(operator)
+    assert BUDGET in world.objects
+    return operator
+
+
+async def look_for(operator: Operator, seconds: int, step: int) -> None:
+    """Look at a run that trains once in a second."""
+    for _ in range(seconds):
+        operator.world.drive(step)
+        await operator.reconcile(changed=False)
+        operator.world.now += timedelta(seconds=1)
+
+
+async def test_a_budget_that_was_removed_comes_back_while_the_run_trains() -> None:
+    operator = await with_a_budget()
+    world = operator.world
+    await look_for(operator, 30, 1)
+    world.requests.clear()
+    await look_for(operator, 60, 1)
+    assert world.requests.count("get PodDisruptionBudget") <= 4, "not with each look"
+    del world.objects[BUDGET]
+    await look_for(operator, 30, 1)
+    assert BUDGET in world.objects
+    assert world.status.phase is Phase.RUNNING
+    assert len(world.jobs) == 1
+
+
+@pytest.mark.parametrize("cleanup", ["Keep", "Delete"])
+async def test_the_budget_goes_when_the_run_ends(cleanup: str) -> None:
+    """Pods that are kept to look at must not hold up a drain."""
+    operator = await with_a_budget(("spec.cleanup", {"onFailure": cleanup}))
+    world = operator.world
+    world.end_driver(Outcome.FAILED, retryable=False)
+    await operator.settle(4)
+    assert world.status.phase is Phase.FAILED
+    assert BUDGET not in world.objects
+    assert bool(world.pods()) is (cleanup == "Keep")
+
+
+async def test_the_budget_stays_with_pods_that_are_the_last_way_to_the_checkpoints() -> None:
+    operator = await with_a_budget(("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}))
+    world = operator.world
+    saved = CheckpointStatus(step=1, uri="/checkpoints/1", time=format_time(world.now))
+    world.drive(1, checkpoint=saved)
+    await operator.settle(2)
+    world.delete_claim()
+    world.end_driver(Outcome.FAILED, retryable=False)
+    await operator.settle(4)
+    assert world.status.phase is Phase.FAILED
+    assert world.pods()
+    assert BUDGET in world.objects
