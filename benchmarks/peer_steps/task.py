@@ -1,4 +1,4 @@
-"""What both sides of benchmarks/peers.py have in common: the task, and how steps are measured.
+"""The task of both sides of benchmarks/peers.py, and the measurement of steps.
 
 The task is to answer with words that end in 1. A step is taken for each line on stdin.
 """

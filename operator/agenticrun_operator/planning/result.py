@@ -79,7 +79,7 @@ class Undeleted:
     child: Child
     reason: Reason
     message: str
-    """What stays, and why."""
+    """Objects that stay, and why."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from agenticrun_workers.types import FloatArray
 WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 """Names of the windows of layers in configs."""
 ROUNDING = 4.0
-"""See `allowed_gap`."""
+"""Factor on the difference that rounding explains, in `allowed_gap`."""
 LEAST_SPREAD = 0.1
 FLOAT32 = 2.0**-14
 TF32 = 2.0**-10
