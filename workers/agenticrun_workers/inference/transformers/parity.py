@@ -33,7 +33,6 @@ OTHER_ENGINES = {
     "falcon_h1": ("vllm", "sglang"),
     "falcon_mamba": ("vllm", "sglang"),
     "gpt_neo": (),
-    "gpt_neox_japanese": (),
     "granitemoehybrid": ("vllm", "sglang"),
     "jamba": ("vllm",),
     "lfm2": ("vllm", "sglang"),
