@@ -158,11 +158,17 @@ def training(model: Path) -> Iterator[tuple[Stepper, Stepper]]:
         yield our, peer
 
 
+def noted(ours: float, peer: float) -> tuple[float, float]:
+    """Show one pair: on a busy machine the next one may take minutes."""
+    print(f"  ours {ours:.2f}, peer {peer:.2f}", file=sys.stderr, flush=True)
+    return ours, peer
+
+
 def compare_steps(model: Path, pairs: int) -> tuple[float, list[tuple[float, float]]]:
     """Return `step_over_trl` and the seconds of (ours, TRL's) for each pair."""
     with training(model) as (our, peer):
         our.step(), peer.step()  # caches grow, threads start
-        seconds = [(our.step(), peer.step()) for _ in range(pairs)]
+        seconds = [noted(our.step(), peer.step()) for _ in range(pairs)]
     return median(own / other for own, other in seconds), seconds
 
 
@@ -229,7 +235,7 @@ async def compare_engine(
         await ask_engine(engine, Work(kind, rows, 0))  # the cache grows
         for seed in range(1, pairs + 1):
             work = Work(kind, rows, seed)
-            speeds.append((await ask_engine(engine, work), ask_generate(model, work)))
+            speeds.append(noted(await ask_engine(engine, work), ask_generate(model, work)))
     finally:
         await engine.stop()
     return median(own / other for own, other in speeds), speeds
