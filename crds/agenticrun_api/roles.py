@@ -255,8 +255,9 @@ class PodRole(Model):
     RDMA devices, a memory request below its limit. Each quantity in one of the two forms."""
     pod_template: PodTemplate | None = None
     cpus: Quantity = "1"
-    """CPU request of a pod. There is no CPU limit, because throttling slows RL down. Without GPUs,
-    trainers and embedded engines that wait for each other (`staleness.max: 0`) use all cores."""
+    """CPU request of a pod. There is no CPU limit, because throttling slows RL down. torch has
+    as many threads, divided by the ranks or engines of the pod. With `agenticrun run`, a trainer or
+    embedded engine without `cpus` and `gpus` uses the cores of the machine."""
     memory: Quantity = "2Gi"
     """Memory request and limit of a pod."""
     gpus: Annotated[int, Field(ge=0, le=16)] = 0

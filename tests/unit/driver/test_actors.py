@@ -105,7 +105,7 @@ def threads(*changes: Change) -> tuple[int, int]:
     ("changes", "expected"),
     [
         ((), (16, 16)),
-        (CPUS, (16, 16)),
+        (CPUS, (2, 3)),
         ((ASYNCHRONOUS,), (8, 8)),
         ((("spec.roles.inference", {"replicas": 3}),), (16, 5)),
         ((("spec.roles.inference", {"replicas": 3}), ASYNCHRONOUS), (4, 4)),
@@ -113,7 +113,7 @@ def threads(*changes: Change) -> tuple[int, int]:
     ],
     ids=["alternating", "requests", "asynchronous", "engines", "asynchronous engines", "critic"],
 )
-def test_on_one_machine_all_cores_compute(
+def test_on_one_machine_all_cores_compute_unless_cpus_are_given(
     changes: tuple[Change, ...], expected: tuple[int, int]
 ) -> None:
     assert threads(*changes) == expected
@@ -121,15 +121,10 @@ def test_on_one_machine_all_cores_compute(
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [
-        (CPUS, (16, 16)),
-        ((*CPUS, ASYNCHRONOUS), (2, 3)),
-        ((ASYNCHRONOUS,), (1, 1)),
-        ((("spec.roles.inference", {"replicas": 3}),), (16, 16)),
-    ],
-    ids=["alternating", "asynchronous", "defaults", "engines on pods of their own"],
+    [((), (1, 1)), (CPUS, (2, 3)), ((*CPUS, ASYNCHRONOUS), (2, 3))],
+    ids=["defaults", "requests", "asynchronous"],
 )
-def test_pods_use_all_cores_in_turn_and_their_requests_at_once(
+def test_pods_keep_to_their_requests(
     changes: tuple[Change, ...], expected: tuple[int, int]
 ) -> None:
     assert threads(ON_CLUSTER, *changes) == expected

@@ -507,12 +507,12 @@ class RunActors:
 
 
 def torch_threads(run: AgenticRun, role: Role, cores: int) -> int:
-    """Return the torch threads of one rank or engine.
+    """Return the torch threads of one rank or engine: the CPU request of its pod, divided.
 
-    In a synchronous run, trainers and engines wait for each other. Idle threads sleep, so on CPUs
-    each side has threads for all cores, and nothing changes when the other side takes over. With
-    staleness both compute at once. Threads that wait for each other on busy cores are slow, so the
-    cores are shared: by the requests of pods, and equally on one machine.
+    On a laptop, roles without `cpus` share the machine. In a synchronous run, trainers and engines
+    wait for each other. Idle threads sleep, so each side has threads for all cores, and nothing
+    changes when the other side takes over. With staleness both compute at once, and have equal
+    shares.
 
     Args:
         role: what the actor does.
@@ -520,18 +520,20 @@ def torch_threads(run: AgenticRun, role: Role, cores: int) -> int:
     """
     spec, pipeline = run.spec, run.spec.pipeline
     pods = spec.engine_role if role is Role.INFERENCE else role
-    on_pod = spec.actors_per_pod(pods)[role]
-    # GPUs leave the CPUs to other pods, servers poll while they are idle, and the bits of a
-    # deterministic run depend on the number of threads.
+    settings = spec.roles.of(pods)
+    # Threads that wait for each other on busy cores are slow: on two cores that other programs
+    # used, a step of examples/frozen-lake.yaml took 8.5 s with two threads and 1.9 s with one. So
+    # pods, which share their node, keep to their requests. GPUs leave the cores to other
+    # processes, servers poll while they are idle, and the bits of a deterministic run depend on
+    # the number of threads.
     if (
-        spec.roles.of(pods).gpus
+        run.metadata.uid
+        or "cpus" in settings.model_fields_set
+        or settings.gpus
         or pipeline.actor_infer.strategy.name != "transformers"
         or pipeline.deterministic
     ):
-        return max(1, int(quantity(spec.roles.of(pods).cpus)) // on_pod)
-    if run.metadata.uid:  # on a Kubernetes cluster
-        shared = int(quantity(spec.roles.of(pods).cpus))
-        return max(1, (shared if pipeline.staleness.max else cores) // on_pod)
+        return max(1, int(quantity(settings.cpus)) // spec.actors_per_pod(pods)[role])
     engines = spec.actors(Role.INFERENCE)
     ranks = sum(
         spec.actors(each)
