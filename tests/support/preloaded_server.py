@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import io
 import os
 import runpy
 import select
@@ -120,8 +121,14 @@ def _run(connection: socket.socket) -> None:
         name, _, value = word.partition("=")
         os.environ[name] = value
     sys.argv = words[: int(count)]
+    unbuffered = False
     while sys.argv[0] in ("-u", "-B"):  # options of the interpreter
-        del sys.argv[0]
+        unbuffered |= sys.argv.pop(0) == "-u"
+    # The server's own streams remember what its files could do, such as seeking.
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    out, err = (io.BufferedWriter(io.FileIO(number, "w", closefd=False)) for number in (1, 2))
+    sys.stdout = io.TextIOWrapper(out, line_buffering=unbuffered)
+    sys.stderr = io.TextIOWrapper(err, errors="backslashreplace", line_buffering=True)
     own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     module = sys.argv[1] if sys.argv[0] == "-m" else None
     first = folder if module else str(Path(sys.argv[0]).parent)
