@@ -64,7 +64,7 @@ def _mappings(path: str, node: Schema) -> Iterator[tuple[str, Schema]]:
     yield path, node
     children = node["properties"]
     if path == "spec.roles":
-        children = {"<role>": _any_role(children)}
+        children = {"ROLE": _any_role(children)}
     for name, child in children.items():
         yield from _mappings(f"{path}.{name}", child)
         yield from _mappings(f"{path}.{name}[]", child.get("items", {}))
@@ -105,7 +105,7 @@ def _section(path: str, node: Schema, same: str | None) -> str:
             facts += [_bounds(child), _default(child, name in required)]
         meaning = _meaning(child)
         if "properties" in child:  # its section says what it is
-            section = "<role>" if path == "spec.roles" else name
+            section = "ROLE" if path == "spec.roles" else name
             facts[0], meaning = f"[mapping]({_anchor(f'{path}.{section}')})", ""
         lines.append(
             f"- `{name}` ({', '.join(filter(None, facts))})" + f": {meaning}" * bool(meaning)

@@ -100,8 +100,14 @@ def manifests() -> list[dict[str, Any]]:
         for document in documents
         if isinstance(document, dict)
         and "apiVersion" in document
-        and not document["apiVersion"].startswith("agenticrun.dev/")
+        and _is_of_kubernetes(document["apiVersion"])
     ]
+
+
+def _is_of_kubernetes(api_version: str) -> bool:
+    """Return False for the API of AgenticRun and of other projects, such as Argo CD."""
+    group = api_version.rpartition("/")[0]
+    return "." not in group or group.endswith(".k8s.io")
 
 
 def test_manifests_of_kubernetes_objects_are_taken(cluster: Cluster) -> None:
