@@ -624,15 +624,14 @@ def delete_cluster(state: State, why: str = "") -> Result:
     cluster = state.cluster
     if cluster is None:
         return Result()
-    metadata = cluster["metadata"]
+    child, metadata = Child("RayCluster", state.name), cluster["metadata"]
     if is_deleting(cluster):
         finalizers = metadata.get("finalizers") or ()
-        child = Child("RayCluster", state.name)
         return _still_there(state, child, metadata["deletionTimestamp"], finalizers)
     uid = metadata["uid"]
     is_run_deleted = state.run.metadata.deletion_timestamp is not None
     # A deleted run that a finalizer holds is gone only when its pods are.
-    delete = Delete(Child("RayCluster", state.name), uid, foreground=is_run_deleted)
+    delete = Delete(child, uid, foreground=is_run_deleted)
     asked = ask_to_delete(state, delete)
     if not asked.delete:
         return asked
@@ -677,7 +676,7 @@ def remove_stuck(state: State) -> Result:
         if pod.finalizers and (pod.ended or _was_asked(state, pod.uid)):  # force does not help
             result |= _still_there(state, child, pod.gone_by, pod.finalizers)
             continue
-        result |= ask_to_delete(state, Delete(Child("Pod", pod.name), pod.uid, force=True))
+        result |= ask_to_delete(state, Delete(child, pod.uid, force=True))
         if not _was_asked(state, pod.uid):
             message = (
                 f"pod {pod.name} is removed: node {pod.node} has not ended it "
