@@ -65,11 +65,11 @@ class Drill:
     """Grace period of the pods in seconds; None: the default."""
     env_pods: int = 1
     cpu_limit: str = ""
-    """Of the pods of all roles."""
+    """Limit of the pods of all roles."""
     true_within: float = TRUE_WITHIN_SECONDS
     """The status may be untrue for so long."""
     disruptions: int | None = None
-    """What the status must count at the end, beside 0 restarts."""
+    """Disruptions that the status must count at the end, beside 0 restarts."""
     shows: str = ""
     """Text that the status must have had in a message."""
     known: str = ""
@@ -87,7 +87,7 @@ _LEADER_LOST: dict[str, Any] = {
     "untouched": True,
     "true_within": DURATION_SECONDS + TRUE_WITHIN_SECONDS,
 }
-"""The Lease of a leader that could not release it lasts, and nobody writes the status."""
+"""A leader that could not release its Lease keeps it; no status is written until it expires."""
 
 _SAVED_ON_REQUEST: dict[str, Any] = {"save_steps": 50, "grace": None, "steps": 25}
 """A run that saves only when a pod is about to go."""

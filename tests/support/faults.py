@@ -173,7 +173,11 @@ def hostile_snapshots_and_suspended(site: Site) -> Iterator[None]:
 
 
 def _suspend(site: Site, value: bool) -> None:
-    patch = json.dumps({"spec": {"suspend": value}})
+    _change_spec(site, {"suspend": value})
+
+
+def _change_spec(site: Site, fields: dict[str, Any]) -> None:
+    patch = json.dumps({"spec": fields})
     site.runs.kubectl("patch", "agenticrun", site.name, "--type=merge", f"--patch={patch}")
 
 
@@ -850,13 +854,10 @@ def replicas_changed(role: Role) -> Fault:
     @contextmanager
     def fault(site: Site) -> Iterator[None]:
         def ask_for(replicas: int) -> None:
-            patch = json.dumps({"spec": {"roles": {role.value: {"replicas": replicas}}}})
-            site.runs.kubectl("patch", "agenticrun", site.name, "--type=merge", f"--patch={patch}")
+            _change_spec(site, {"roles": {role.value: {"replicas": replicas}}})
 
         def pods() -> tuple[int, int, int, int]:
-            run = site.runs.get("agenticrun", site.name) or {}
-            roles = run.get("status", {}).get("roles", [])
-            (seen,) = [each for each in roles if each["name"] == role]
+            (seen,) = [each for each in _status(site).get("roles", []) if each["name"] == role]
             return seen["desired"], seen["ready"], seen.get("joining", 0), seen.get("leaving", 0)
 
         ask_for(2)
@@ -886,10 +887,7 @@ def claim_expanded(site: Site) -> Iterator[None]:
             "--type=merge",
             f"--patch={json.dumps(size)}",
         )
-        ttl = {"spec": {"ttlSecondsAfterFinished": 3600}}
-        site.runs.kubectl(
-            "patch", "agenticrun", site.name, "--type=merge", f"--patch={json.dumps(ttl)}"
-        )
+        _change_spec(site, {"ttlSecondsAfterFinished": 3600})
         yield
     finally:
         expandable(None)

@@ -203,7 +203,7 @@ def all_cases() -> list[Case]:
 
 @dataclass(frozen=True)
 class Measured:
-    """How a model was computed. Differences are the largest of a log-prob, in nats."""
+    """The result for one model. Differences are the largest of a log-prob, in nats."""
 
     case: Case
     attention: str = "sdpa"

@@ -1,4 +1,4 @@
-"""What ranks tell the driver while they load their models."""
+"""Warnings that ranks give the driver while they load their models."""
 
 from __future__ import annotations
 
