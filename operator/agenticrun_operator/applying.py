@@ -10,9 +10,9 @@ import functools
 import logging
 import re
 
-from agenticrun_api import AgenticRun, AgenticRunStatus, Reason
+from agenticrun_api import AgenticRun, AgenticRunStatus, Reason, names
 from agenticrun_api.load import repair_status
-from agenticrun_api.names import KIND
+from agenticrun_operator import metrics
 from agenticrun_operator.cluster import (
     AlreadyExists,
     ClusterError,
@@ -27,7 +27,6 @@ from agenticrun_operator.cluster import (
     Refused,
     TooLarge,
 )
-from agenticrun_operator.metrics import CONFLICTS, REFUSED_SUBMISSIONS, STATUS_WRITES, SUBMISSIONS
 from agenticrun_operator.planning import (
     Configure,
     Delete,
@@ -91,12 +90,12 @@ class Applier:
             KubeUnavailable: the apiserver does not answer, or not yet.
         """
         objects = ((plan.tokens,) if plan.tokens else ()) + plan.create
-        names = {_creation(manifest): manifest for manifest in objects}
+        wanted = {_creation(manifest): manifest for manifest in objects}
         change = {_change(run)} if plan.cluster else set()
-        self._slow_writes.keep_only(run.key, {*names, *change, *map(_deletion, plan.delete)})
+        self._slow_writes.keep_only(run.key, {*wanted, *change, *map(_deletion, plan.delete)})
         version = run.metadata.uid, run.metadata.generation
         deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
-        for name, manifest in names.items():
+        for name, manifest in wanted.items():
             create = functools.partial(self._create, manifest)
             try:
                 await self._slow_writes.finish(run.key, name, version, deadline, create)
@@ -149,7 +148,7 @@ class Applier:
         """
         if plan.status is None:
             return document
-        STATUS_WRITES.inc()
+        metrics.STATUS_WRITES.inc()
         uid = document["metadata"]["uid"]
         try:
             stored = await self._kube.write_status(document, plan.status)
@@ -166,7 +165,7 @@ class Applier:
                 document, Event(Reason.STATUS_REFUSED, f"{what}: {refusal}", "Warning")
             )
         metadata = document["metadata"]
-        current = await self._kube.get(KIND, metadata["namespace"], metadata["name"])
+        current = await self._kube.get(names.KIND, metadata["namespace"], metadata["name"])
         if current is None:
             raise NotFound(metadata["name"])
         reduced = without_reports(plan.status, repair_status(current.get("status")))
@@ -223,7 +222,7 @@ class Applier:
                     await self._head.submit(
                         head, action.submission_id, action.attempt, action.replicas
                     )
-                    SUBMISSIONS.inc()
+                    metrics.SUBMISSIONS.inc()
                 case Configure():
                     await self._head.configure(head, action.config)
                 case RequestStop():
@@ -232,7 +231,7 @@ class Applier:
                     await self._head.stop(head, action.submission_id)
         except HeadUnreachable as error:
             if isinstance(action, Submit):
-                REFUSED_SUBMISSIONS.inc()
+                metrics.REFUSED_SUBMISSIONS.inc()
             log.warning("pod %s: %s", head.pod.name, error)
             return str(error)
         return None
@@ -249,7 +248,7 @@ class Applier:
         except AlreadyExists:
             return
         except Conflict as error:  # another object has just used up the version of the quota
-            CONFLICTS.inc()
+            metrics.CONFLICTS.inc()
             raise Denied(f"contention for a quota: {error}") from error
         except NotFound as error:  # it says nothing about the run
             raise KubeUnavailable(f"cannot create {manifest['kind']}: {error}") from error

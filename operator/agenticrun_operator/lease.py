@@ -13,8 +13,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Protocol
 
+from agenticrun_operator import metrics
 from agenticrun_operator.cluster import AlreadyExists, ClusterError, Conflict, NotFound
-from agenticrun_operator.metrics import LEADER
 from agenticrun_operator.resources import Manifest
 
 DURATION_SECONDS = 15
@@ -175,4 +175,4 @@ class Leadership:
         elif not mine and self.held.is_set():
             log.warning("no longer the leader")
             self.held.clear()
-        LEADER.set(1 if mine else 0)
+        metrics.LEADER.set(1 if mine else 0)

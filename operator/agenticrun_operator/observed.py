@@ -9,28 +9,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import cached_property
 
-from agenticrun_api import AgenticRun, Progress, Reason, Role
+from agenticrun_api import AgenticRun, Progress, Reason, Role, names
 from agenticrun_api.base import one_line
-from agenticrun_api.names import (
-    FETCH_CONTAINER,
-    INSTALL_CONTAINER,
-    LABEL_ROLE,
-    LABEL_RUN,
-    LABEL_RUN_UID,
-    RAY_CONTAINER,
-)
-from agenticrun_operator.errors import ClusterError
-from agenticrun_operator.resources import (
-    LABEL_CLUSTER,
-    Child,
-    Manifest,
-    changes_by_others,
-    controller,
-    editor_of,
-    groups_of_others,
-    is_own,
-    run_labels,
-)
+from agenticrun_operator import errors, resources
+from agenticrun_operator.resources import Child, Manifest
 
 _PULL_FAILURES = frozenset(
     {
@@ -45,16 +27,16 @@ _CONFIG_FAILURES = frozenset(
     {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
 )
 _CODE_CONTAINERS = {
-    FETCH_CONTAINER: "cannot fetch spec.code",
-    INSTALL_CONTAINER: "cannot install spec.code.pip",
+    names.FETCH_CONTAINER: "cannot fetch spec.code",
+    names.INSTALL_CONTAINER: "cannot install spec.code.pip",
 }
 _COMMIT = re.compile("[0-9a-f]{40,64}")
 _PLAIN_WAITING = frozenset({"ContainerCreating", "PodInitializing"})
 _MOUNT_FAILURES = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
 _ROLES = frozenset(role.value for role in Role)
-_NODE_TYPE, _GROUP, _CLUSTER = "ray.io/node-type", "ray.io/group", LABEL_CLUSTER
+_NODE_TYPE, _GROUP, _CLUSTER = "ray.io/node-type", "ray.io/group", resources.LABEL_CLUSTER
 """Labels that KubeRay gives to each pod that it creates."""
-_POD_LABELS = (LABEL_RUN, LABEL_RUN_UID, LABEL_ROLE)
+_POD_LABELS = (names.LABEL_RUN, names.LABEL_RUN_UID, names.LABEL_ROLE)
 _DISRUPTED = frozenset(
     {
         "Evicted",
@@ -265,7 +247,7 @@ class JobTrouble:
 class DeletionTrouble:
     """A deletion that the apiserver has not carried out so far."""
 
-    error: ClusterError
+    error: errors.ClusterError
     """The last answer."""
     since: datetime
     """Time of the first failure."""
@@ -323,7 +305,7 @@ class Observed:
     """The deletions that failed, by the uid of the object."""
     cluster_changed_at: datetime | None = None
     """When this operator last changed the RayCluster."""
-    scaling_refusal: tuple[ClusterError, datetime] | None = None
+    scaling_refusal: tuple[errors.ClusterError, datetime] | None = None
     """Why and when the apiserver refused to give the RayCluster the replicas of this spec."""
     end_time: str | None = None
     """`status.job.endTime` as this operator set it, for a CRD that does not have the field yet."""
@@ -335,7 +317,7 @@ class Observed:
     def own_cluster(self, run: AgenticRun) -> Manifest | None:
         """Return the RayCluster, if it exists and is this run's own."""
         cluster = self.child("RayCluster", run.metadata.name)
-        return cluster if cluster and is_own(run, cluster) else None
+        return cluster if cluster and resources.is_own(run, cluster) else None
 
     def edits(self, run: AgenticRun) -> list[Edit]:
         """Return what others have changed in the run's RayCluster and pods.
@@ -345,16 +327,16 @@ class Observed:
         """
         found = []
         cluster = self.own_cluster(run)
-        if cluster is not None and (changes := changes_by_others(run, cluster)):
+        if cluster is not None and (changes := resources.changes_by_others(run, cluster)):
             child = Child("RayCluster", run.metadata.name)
-            found.append(Edit(child, changes, editor_of(cluster)))
-        if cluster is not None and (changes := groups_of_others(run, cluster)):
+            found.append(Edit(child, changes, resources.editor_of(cluster)))
+        if cluster is not None and (changes := resources.groups_of_others(run, cluster)):
             undo = f"undo it: kubectl edit raycluster {run.metadata.name}"
             found.append(Edit(Child("RayCluster", run.metadata.name), changes, repair=undo))
         for pod in self.own_pods(run.metadata.uid):
             if pod.lacks and not pod.deleting:
                 changes = tuple(f"label {name} is missing" for name in pod.lacks)
-                wanted = run_labels(run, pod.role)
+                wanted = resources.run_labels(run, pod.role)
                 labels = " ".join(f"{name}={wanted[name]}" for name in pod.lacks)
                 command = f"set it: kubectl label pod {pod.name} {labels}"
                 found.append(Edit(Child("Pod", pod.name), changes, repair=command))
@@ -411,7 +393,7 @@ class LabelledPod:
 
 def read_labelled_pod(manifest: Manifest) -> LabelledPod | None:
     """Read a pod that was selected by a label; None if it is not a pod of a RayCluster."""
-    owner = controller(manifest)
+    owner = resources.controller(manifest)
     if role_of(manifest) is None or (owner and owner["kind"] != "RayCluster"):
         return None
     named = (manifest["metadata"].get("labels") or {}).get(_CLUSTER, "")
@@ -444,7 +426,11 @@ def resolve_pod(
     current = uid == metadata["uid"] if uid else pod.created_at >= made_at
     if not current:
         return replace(pod, orphan=True)
-    run_uid = run.metadata.uid if is_own(run, cluster) else controller(cluster).get("uid", "")
+    run_uid = (
+        run.metadata.uid
+        if resources.is_own(run, cluster)
+        else resources.controller(cluster).get("uid", "")
+    )
     return pod if pod.run_uid == run_uid else replace(pod, run_uid=run_uid)
 
 
@@ -543,7 +529,7 @@ def role_of(manifest: Manifest) -> Role | None:
     labels = manifest["metadata"].get("labels") or {}
     if labels.get(_NODE_TYPE) == "head":
         return Role.DRIVER
-    named = labels.get(LABEL_ROLE) or labels.get(_GROUP)
+    named = labels.get(names.LABEL_ROLE) or labels.get(_GROUP)
     return Role(named) if named in _ROLES and named != Role.DRIVER.value else None
 
 
@@ -561,7 +547,7 @@ def read_pod(manifest: Manifest) -> Pod:
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
-        run_uid=labels.get(LABEL_RUN_UID, ""),
+        run_uid=labels.get(names.LABEL_RUN_UID, ""),
         role=role,
         ready=ready,
         node=manifest.get("spec", {}).get("nodeName", ""),
@@ -577,7 +563,7 @@ def read_pod(manifest: Manifest) -> Pod:
         ended=_has_ended(status),
         finalizers=tuple(metadata.get("finalizers") or ()),
         commit=_commit(status),
-        ownerless=not controller(manifest),
+        ownerless=not resources.controller(manifest),
         lacks=tuple(name for name in _POD_LABELS if name not in labels),
         disruption=_disruption(status),
         own_end=_own_end(status),
@@ -614,7 +600,7 @@ def _commit(status: Manifest) -> str:
     """Return what the container that fetches has said at its end, if it is a commit."""
     for container in status.get("initContainerStatuses", ()):
         said: str = container.get("state", {}).get("terminated", {}).get("message", "")
-        if container["name"] == FETCH_CONTAINER and _COMMIT.fullmatch(said):
+        if container["name"] == names.FETCH_CONTAINER and _COMMIT.fullmatch(said):
             return said
     return ""
 
@@ -642,7 +628,9 @@ def _last_end(status: Manifest) -> Manifest:
 
 
 def _ray_container(status: Manifest) -> Manifest:
-    found = (item for item in status.get("containerStatuses", ()) if item["name"] == RAY_CONTAINER)
+    found = (
+        item for item in status.get("containerStatuses", ()) if item["name"] == names.RAY_CONTAINER
+    )
     return next(found, {})
 
 
@@ -825,7 +813,9 @@ def _container_problem(container: Manifest, image: str) -> Problem | None:
 def _start_of_ray(container: Manifest, ended: Manifest) -> str:
     """Return the start of a Ray process that has ended on its own account, else an empty text."""
     killed = ended.get("reason") == "OOMKilled"
-    return "" if killed or container["name"] != RAY_CONTAINER else ended.get("startedAt") or ""
+    return (
+        "" if killed or container["name"] != names.RAY_CONTAINER else ended.get("startedAt") or ""
+    )
 
 
 def _one_line(text: str, limit: int = 400) -> str:

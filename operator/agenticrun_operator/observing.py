@@ -15,14 +15,12 @@ from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import TypeVar
 
-from agenticrun_api import AgenticRun, Phase, Progress, Reason
+from agenticrun_api import AgenticRun, Phase, Progress, Reason, names
 from agenticrun_api.base import Model
 from agenticrun_api.masking import mask_secrets
-from agenticrun_api.names import submission_id
+from agenticrun_operator import errors, metrics, resources
 from agenticrun_operator.cluster import Denied, Head, HeadAddress, Kube, NotServed
 from agenticrun_operator.cluster.transports import PodAddress
-from agenticrun_operator.errors import ClusterError
-from agenticrun_operator.metrics import HEADS_UNREACHABLE
 from agenticrun_operator.observed import (
     Incarnation,
     LabelledPod,
@@ -37,26 +35,8 @@ from agenticrun_operator.observed import (
     seems_incomplete,
     with_head,
 )
-from agenticrun_operator.planning.times import backoff_seconds, parse_time
-from agenticrun_operator.resources import (
-    CLAIM_KIND,
-    LABEL_CLUSTER,
-    Child,
-    Manifest,
-    OperatorKey,
-    answers_challenges,
-    budget_of,
-    claim_name,
-    code_config_map,
-    controller_uid,
-    created_claim,
-    is_deleting,
-    is_own,
-    key_id_of,
-    mounted_names,
-    secret_of,
-    users_claim_of,
-)
+from agenticrun_operator.planning import times
+from agenticrun_operator.resources import Child, Manifest, OperatorKey
 from agenticrun_operator.watch_cache import WatchedObjects
 
 log = logging.getLogger(__name__)
@@ -199,10 +179,10 @@ class Observer:
                 missing_code = known.missing_code
             else:
                 children = await self._all_children(run)
-                code = code_config_map(run)
+                code = resources.code_config_map(run)
                 if code and await self._kube.get(code.kind, namespace, code.name) is None:
                     missing_code = code.name
-        budget = budget_of(run)
+        budget = resources.budget_of(run)
         if (
             budget
             and budget not in children
@@ -214,7 +194,7 @@ class Observer:
             elif cluster is not None:
                 children[budget] = await self._kube.get(budget.kind, namespace, budget.name)
         in_use = not run.status.phase.finished or cluster is not None
-        if in_use and Child(CLAIM_KIND, claim_name(run)) not in children:
+        if in_use and Child(resources.CLAIM_KIND, resources.claim_name(run)) not in children:
             children |= await self._lost_claim(run, fresh=asked)
         children[Child("RayCluster", name)] = cluster
         own = self._own_pods(run, pods, cluster, cluster_known=not kuberay_missing)
@@ -225,12 +205,15 @@ class Observer:
 
         No watch reports the user's own claim, which has no label of ours.
         """
-        claim, is_users = Child(CLAIM_KIND, claim_name(run)), users_claim_of(run) is not None
-        if run.status.volume_claim != claim.name or not (is_users or created_claim(run)):
+        claim, is_users = (
+            Child(resources.CLAIM_KIND, resources.claim_name(run)),
+            resources.users_claim_of(run) is not None,
+        )
+        if run.status.volume_claim != claim.name or not (is_users or resources.created_claim(run)):
             return {}
         if fresh or is_users:
-            found = await self._kube.get(CLAIM_KIND, run.metadata.namespace, claim.name)
-            return {claim: found} if found is None or is_deleting(found) else {}
+            found = await self._kube.get(resources.CLAIM_KIND, run.metadata.namespace, claim.name)
+            return {claim: found} if found is None or resources.is_deleting(found) else {}
         watched = self._watched.claims.of_run(run.key)
         if watched is None:
             return {}
@@ -239,7 +222,11 @@ class Observer:
             return {claim: None}
         # Only that it goes matters: what acts on it reads the whole claim.
         metadata = {"name": claim.name, "uid": "unknown", "deletionTimestamp": "unknown"}
-        return {claim: {"kind": CLAIM_KIND, "metadata": metadata, "spec": {}}} if deleting else {}
+        return (
+            {claim: {"kind": resources.CLAIM_KIND, "metadata": metadata, "spec": {}}}
+            if deleting
+            else {}
+        )
 
     async def _list_pods(
         self, run: AgenticRun, known: tuple[LabelledPod, ...] | None
@@ -254,7 +241,7 @@ class Observer:
     ) -> tuple[LabelledPod, ...]:
         """Add the pods without the run's label: KubeRay knows its pods by a label of its own."""
         known = {item.pod.uid for item in pods}
-        found = await self._kube.list_pods(*run.key, label=LABEL_CLUSTER)
+        found = await self._kube.list_pods(*run.key, label=resources.LABEL_CLUSTER)
         read = map(read_labelled_pod, found)
         more = tuple(item for item in read if item is not None and item.pod.uid not in known)
         return (*pods, *more) if more else pods
@@ -273,8 +260,8 @@ class Observer:
         """
         owner = cluster and (
             cluster["metadata"]["uid"],
-            controller_uid(cluster),
-            is_own(run, cluster),
+            resources.controller_uid(cluster),
+            resources.is_own(run, cluster),
         )
         job = run.status.job if cluster is None else None
         submitted_to = Incarnation.parse(job.incarnation) if job else None
@@ -303,7 +290,7 @@ class Observer:
             return error
 
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
-        wanted = [*mounted_names(run), *filter(None, [users_claim_of(run)])]
+        wanted = [*resources.mounted_names(run), *filter(None, [resources.users_claim_of(run)])]
         found = await asyncio.gather(
             *(self._kube.get(child.kind, run.metadata.namespace, child.name) for child in wanted)
         )
@@ -344,7 +331,7 @@ class Observer:
             if pod is None or not pod.ready:
                 return observed
             # No attempt is submitted to a head that the operator cannot reach.
-            first = submission_id(run.metadata.name, uid, 1)
+            first = names.submission_id(run.metadata.name, uid, 1)
             seen = await self._ask((uid, "job"), lambda: self._head.job(head, first))
             return replace(self._with_news(observed, run, objects), job=seen)
         seen, progress = await asyncio.gather(
@@ -397,14 +384,14 @@ class Observer:
 
     def _with_passing(self, pod: Pod) -> Pod:
         """Return the pod with the problem that has not passed in its time."""
-        if pod.passing is None or self._clock() < parse_time(pod.passing.counts_from):
+        if pod.passing is None or self._clock() < times.parse_time(pod.passing.counts_from):
             return pod
         return replace(pod, problem=pod.problem or pod.passing.problem)
 
     def _is_stuck(self, pod: Pod) -> bool:
         if pod.preparing_since is None or pod.problem is not None or pod.deleting:
             return False
-        age = self._clock() - parse_time(pod.preparing_since)
+        age = self._clock() - times.parse_time(pod.preparing_since)
         return age.total_seconds() >= PREPARING_SECONDS
 
     async def _read_problem(self, namespace: str, pod: Pod) -> Problem | None:
@@ -417,7 +404,7 @@ class Observer:
         except Denied as error:  # a chart of an earlier release gives no right to do this
             self._events_denied[namespace] = self._clock()
             log.warning("cannot read the events of pods in %s: %s", namespace, error)
-        except ClusterError as error:
+        except errors.ClusterError as error:
             log.warning("cannot read the events of pod %s: %s", pod.name, error)
         return None
 
@@ -435,7 +422,9 @@ class Observer:
                 answer = await ask()
         if isinstance(answer, Unreachable):
             failures = before.failures + 1 if before else 1
-            wait = backoff_seconds(failures - PATIENCE, FIRST_SILENCE_SECONDS, MAX_SILENCE_SECONDS)
+            wait = times.backoff_seconds(
+                failures - PATIENCE, FIRST_SILENCE_SECONDS, MAX_SILENCE_SECONDS
+            )
             wait *= random.uniform(1 - JITTER, 1) if failures >= PATIENCE else 0.0
             until = self._clock() + timedelta(seconds=wait)
             self._note_answer(part, _Silence(failures, answer, until))
@@ -451,7 +440,7 @@ class Observer:
         else:
             self._silent.pop(part, None)
         if known != (silence is not None):
-            HEADS_UNREACHABLE.set(len({uid for uid, _ in self._silent}))
+            metrics.HEADS_UNREACHABLE.set(len({uid for uid, _ in self._silent}))
 
     async def head_address(
         self, run: AgenticRun, objects: ObservedObjects
@@ -475,17 +464,17 @@ class Observer:
             reporter_token,
             pod_uid=pod.uid,
             incarnation=str(pod.incarnation),
-            proves_itself=cluster is None or answers_challenges(cluster),
+            proves_itself=cluster is None or resources.answers_challenges(cluster),
         )
 
     def _tokens(self, run: AgenticRun, cluster: Manifest | None) -> tuple[str, str] | Unreachable:
         """Return Ray's and the reporter's token of the RayCluster's pods, or why not."""
         uid = run.metadata.uid
-        key_id = key_id_of(run, cluster) if cluster else self._key.id
+        key_id = resources.key_id_of(run, cluster) if cluster else self._key.id
         if cluster and key_id is None:
             return Unreachable(
-                f"the pods have the tokens of Secret {secret_of(cluster) or '(none)'}, which the "
-                "operator has not made: set spec.authOptions.secretName back",
+                f"the pods have the tokens of Secret {resources.secret_of(cluster) or '(none)'}, "
+                "which the operator has not made: set spec.authOptions.secretName back",
                 Reason.TOKENS_UNKNOWN,
             )
         if key_id != self._key.id:

@@ -14,7 +14,7 @@ import secrets
 from base64 import b64decode, b64encode
 from typing import Protocol
 
-from agenticrun_operator.errors import AlreadyExists, ClusterError
+from agenticrun_operator import errors
 from agenticrun_operator.resources import Manifest, OperatorKey
 
 FIELD = "key"
@@ -34,7 +34,7 @@ class SecretStore(Protocol):
     async def create(self, manifest: Manifest) -> None: ...
 
 
-class UnusableKey(ClusterError):
+class UnusableKey(errors.ClusterError):
     """The Secret has no usable key. It is never replaced: runs may depend on the one it had."""
 
 
@@ -49,7 +49,7 @@ async def wait_for_key(store: SecretStore, namespace: str, name: str) -> Operato
     while True:
         try:
             return await read_or_create(store, namespace, name)
-        except ClusterError as error:
+        except errors.ClusterError as error:
             log.warning("cannot get the operator's key: %s", error)
             await asyncio.sleep(RETRY_SECONDS)
 
@@ -73,7 +73,7 @@ async def read_or_create(store: SecretStore, namespace: str, name: str) -> Opera
         try:
             await store.create(_new_secret(namespace, name))
             log.info("created Secret %s/%s with a new operator key", namespace, name)
-        except AlreadyExists:
+        except errors.AlreadyExists:
             pass  # by another replica
         found = await store.get("Secret", namespace, name)
     try:

@@ -13,10 +13,10 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
+from agenticrun_operator import metrics
 from agenticrun_operator.cluster import ClusterError
 from agenticrun_operator.logs import about_run
-from agenticrun_operator.metrics import RECONCILE_SECONDS, RECONCILES
-from agenticrun_operator.planning.times import backoff_seconds
+from agenticrun_operator.planning import times
 from agenticrun_operator.workqueue import Item, Key, WorkQueue
 
 MAX_BACKOFF_SECONDS = 60.0
@@ -111,7 +111,7 @@ class ReconcileWorkers:
             with about_run(*item.key):
                 delay = await self._reconcile_or_back_off(item)
         finally:
-            RECONCILE_SECONDS.observe(time.perf_counter() - self._began.pop(item.key))
+            metrics.RECONCILE_SECONDS.observe(time.perf_counter() - self._began.pop(item.key))
             self._queue.done(item.key)
         if delay is not None:
             self._queue.add_after(item.key, delay * random.uniform(1 - JITTER, 1 + JITTER))
@@ -122,20 +122,20 @@ class ReconcileWorkers:
         except Exception as error:  # an error in one run must not end the operator
             return self._back_off(item.key, error)
         self._failures.pop(item.key, None)
-        RECONCILES.labels(result="ok").inc()
+        metrics.RECONCILES.labels(result="ok").inc()
         return delay
 
     def _back_off(self, key: Key, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         unavailable = isinstance(error, ClusterError)
         longest = MAX_UNAVAILABLE_SECONDS if unavailable else MAX_BACKOFF_SECONDS
-        delay = backoff_seconds(failures, 0.5, longest)
+        delay = times.backoff_seconds(failures, 0.5, longest)
         name = "/".join(key)
         if unavailable:
-            RECONCILES.labels(result="unavailable").inc()
+            metrics.RECONCILES.labels(result="unavailable").inc()
             log.warning("%s: %s; retrying in %.0f s", name, error, delay)
         else:
-            RECONCILES.labels(result="error").inc()
+            metrics.RECONCILES.labels(result="error").inc()
             log.exception(
                 "%s: reconciliation failed; retrying in %.0f s", name, delay, exc_info=error
             )

@@ -19,9 +19,10 @@ from agenticrun_api import (
     Metadata,
     Phase,
     Progress,
+    names,
 )
 from agenticrun_api.load import parse_served, repair_status
-from agenticrun_api.names import KIND
+from agenticrun_operator import errors, resources
 from agenticrun_operator.applying import Applier
 from agenticrun_operator.cluster import (
     Conflict,
@@ -36,7 +37,6 @@ from agenticrun_operator.cluster import (
     Unanswered,
     WebhookUnavailable,
 )
-from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.logs import note_attempt
 from agenticrun_operator.metrics import CONFLICTS, UNREADABLE_RUNS
 from agenticrun_operator.observed import DeletionTrouble, JobTrouble, Observed
@@ -47,10 +47,10 @@ from agenticrun_operator.planning import (
     Submit,
     plan,
     plan_unreadable,
+    times,
 )
 from agenticrun_operator.planning.snapshot import own_progress
-from agenticrun_operator.planning.times import backoff_seconds
-from agenticrun_operator.resources import CLAIM_KIND, Manifest, OperatorKey, WorkerImages
+from agenticrun_operator.resources import Manifest, OperatorKey, WorkerImages
 from agenticrun_operator.run_metrics import EndedRun, RunState
 from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchedObjects
@@ -101,7 +101,7 @@ class RunCache:
     """The deletions that failed, by the uid of the object."""
     cluster_changed_at: datetime | None = None
     """When this operator last changed the RayCluster."""
-    scaling_refusal: tuple[int, ClusterError, datetime] | None = None
+    scaling_refusal: tuple[int, errors.ClusterError, datetime] | None = None
     """Generation of the run, and why and when the apiserver refused to change its RayCluster."""
     ended: tuple[str, str] | None = None
     """Submission id and end time of the newest attempt that this operator saw end."""
@@ -220,7 +220,7 @@ class Reconciler:
             CONFLICTS.inc()
             if conflicts:
                 log.info("%s: conflict %d: %s", "/".join(key), conflicts + 1, error)
-            return backoff_seconds(conflicts, RETRY_SECONDS, MAX_RETRY_SECONDS)
+            return times.backoff_seconds(conflicts, RETRY_SECONDS, MAX_RETRY_SECONDS)
         except NotFound:
             self._forget(key)
             return None
@@ -309,7 +309,7 @@ class Reconciler:
         if before and current:
             metadata, status_hash, run = before.metadata, before.status_hash, before.run
         else:
-            document = await self._kube.get(KIND, *key)
+            document = await self._kube.get(names.KIND, *key)
             if document is None:
                 self._forget(key)
                 return None, True
@@ -361,7 +361,10 @@ class Reconciler:
         found = len(children) > 1 and cached.objects.missing_code is None
         settled = all(
             manifest
-            and (child.kind != CLAIM_KIND or manifest.get("status", {}).get("phase") == "Bound")
+            and (
+                child.kind != resources.CLAIM_KIND
+                or manifest.get("status", {}).get("phase") == "Bound"
+            )
             for child, manifest in children.items()
         )
         return in_order and found and settled and self._age(cached.children_read_at) <= 0
@@ -387,7 +390,7 @@ class Reconciler:
             await self._applier.make_objects(run, plan_)
             if plan_.tokens:
                 cached = replace(cached, tokens_sent_at=self._clock())
-        except ClusterError as error:
+        except errors.ClusterError as error:
             log.warning("%s: %s", "/".join(key), error)
             plan_ = plan(run, observed, self._clock(), self._images, self._key, error)
         try:
@@ -422,15 +425,15 @@ class Reconciler:
             progress=_newest_progress(cached, observed),
         )
         self._cache[key] = cached  # known even if a request below ends this process
-        errors = await self._applier.delete_and_report(plan_, {"metadata": cached.metadata})
-        troubles = self._deletion_troubles(cached, plan_, errors)
+        failed = await self._applier.delete_and_report(plan_, {"metadata": cached.metadata})
+        troubles = self._deletion_troubles(cached, plan_, failed)
         if any(
             uid not in cached.deletion_troubles
             or type(cached.deletion_troubles[uid].error) is not type(error)
-            for uid, error in errors.items()
+            for uid, error in failed.items()
         ):
             plan_ = replace(plan_, requeue_after=RETRY_SECONDS)  # the status is to say it
-        refused = {uid for uid in errors if not isinstance(errors[uid], KubeUnavailable)}
+        refused = {uid for uid in failed if not isinstance(failed[uid], KubeUnavailable)}
         cached = self._cache[key] = replace(
             cached,
             deletion_troubles=troubles,
@@ -439,7 +442,7 @@ class Reconciler:
         return plan_, cached
 
     def _deletion_troubles(
-        self, cached: RunCache, plan_: Plan, errors: Mapping[str, ClusterError]
+        self, cached: RunCache, plan_: Plan, failed: Mapping[str, errors.ClusterError]
     ) -> dict[str, DeletionTrouble]:
         """Return the deletions that have failed, after those of a plan."""
         now, before = self._clock(), _still_there(cached.deletion_troubles, cached)
@@ -447,7 +450,7 @@ class Reconciler:
         stay = {uid: trouble for uid, trouble in before.items() if uid not in asked}
         return stay | {
             uid: DeletionTrouble(error, before[uid].since if uid in before else now, now)
-            for uid, error in errors.items()
+            for uid, error in failed.items()
         }
 
     async def _act_on_job(self, key: Key, cached: RunCache, plan_: Plan) -> None:
@@ -478,7 +481,7 @@ class Reconciler:
         if before and (before.submission_id, before.action) != (submission_id, action):
             before = None
         failures = before.count if before else 0
-        wait = backoff_seconds(failures, FIRST_ACTION_SECONDS, MAX_ACTION_SECONDS)
+        wait = times.backoff_seconds(failures, FIRST_ACTION_SECONDS, MAX_ACTION_SECONDS)
         return JobTrouble(
             submission_id=submission_id,
             action=action,

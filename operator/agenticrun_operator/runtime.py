@@ -10,7 +10,8 @@ import time
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from agenticrun_api.names import KIND, LABEL_RUN
+from agenticrun_api import names
+from agenticrun_operator import metrics, resources
 from agenticrun_operator.cluster import (
     ClusterError,
     DirectTransport,
@@ -22,18 +23,9 @@ from agenticrun_operator.cluster import (
     head_session,
 )
 from agenticrun_operator.lease import Leadership
-from agenticrun_operator.metrics import (
-    LAST_EVENT,
-    QUEUE_LENGTH,
-    QUEUE_OLDEST,
-    RECONCILE_LONGEST,
-    metrics_page,
-    serve_page,
-)
 from agenticrun_operator.operator_key import wait_for_key
 from agenticrun_operator.reconcile_workers import ReconcileWorkers, resync
 from agenticrun_operator.reconciler import Reconciler
-from agenticrun_operator.resources import CLAIM_KIND
 from agenticrun_operator.run_metrics import run_registry
 from agenticrun_operator.settings import HeadAccess, Settings
 from agenticrun_operator.slow_writes import SlowWrites
@@ -101,9 +93,9 @@ class OperatorRuntime:
             self.queue, self._reconciler.reconcile, self._leadership.held, slots
         )
         self.reconcile_workers.start()
-        QUEUE_LENGTH.set_function(lambda: len(self.queue))
-        QUEUE_OLDEST.set_function(lambda: self.queue.oldest_seconds)
-        RECONCILE_LONGEST.set_function(lambda: self.reconcile_workers.longest_seconds)
+        metrics.QUEUE_LENGTH.set_function(lambda: len(self.queue))
+        metrics.QUEUE_OLDEST.set_function(lambda: self.queue.oldest_seconds)
+        metrics.RECONCILE_LONGEST.set_function(lambda: self.reconcile_workers.longest_seconds)
         self._background = [
             asyncio.create_task(self._leadership.run(), name="lease"),
             asyncio.create_task(
@@ -122,16 +114,18 @@ class OperatorRuntime:
             ),
         ]
         self._pages = [
-            await serve_page(settings.metrics_port, "/metrics", self._metrics),
-            await serve_page(settings.probe_port, "/healthz", self._health),
+            await metrics.serve_page(settings.metrics_port, "/metrics", self._metrics),
+            await metrics.serve_page(settings.probe_port, "/healthz", self._health),
         ]
 
     def _watches(self, namespace: str | None) -> tuple[Watch, ...]:
         return (
-            Watch(self._kube, KIND, namespace, None, self._watched.runs),
-            Watch(self._kube, "RayCluster", namespace, LABEL_RUN, self._watched.clusters),
-            Watch(self._kube, "Pod", namespace, LABEL_RUN, self._watched.pods),
-            Watch(self._kube, CLAIM_KIND, namespace, LABEL_RUN, self._watched.claims),
+            Watch(self._kube, names.KIND, namespace, None, self._watched.runs),
+            Watch(self._kube, "RayCluster", namespace, names.LABEL_RUN, self._watched.clusters),
+            Watch(self._kube, "Pod", namespace, names.LABEL_RUN, self._watched.pods),
+            Watch(
+                self._kube, resources.CLAIM_KIND, namespace, names.LABEL_RUN, self._watched.claims
+            ),
         )
 
     async def stop(self) -> None:
@@ -151,7 +145,7 @@ class OperatorRuntime:
         await self._kube.close()
 
     async def _metrics(self) -> web.Response:
-        return await metrics_page(self._run_metrics)
+        return await metrics.metrics_page(self._run_metrics)
 
     def _run_metrics(self) -> CollectorRegistry:
         """Return the metrics of all runs, if this is the operator that follows them."""
@@ -204,4 +198,4 @@ class OperatorRuntime:
 
     def _note_event(self) -> None:
         self._last_event = time.monotonic()
-        LAST_EVENT.set_to_current_time()
+        metrics.LAST_EVENT.set_to_current_time()

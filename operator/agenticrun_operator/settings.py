@@ -10,8 +10,9 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from agenticrun_api.roles import Resources
+from agenticrun_operator import resources
 from agenticrun_operator.logs import LogFormat
-from agenticrun_operator.resources import REPORTER_RESOURCES, OperatorKey, WorkerImages
+from agenticrun_operator.resources import OperatorKey, WorkerImages
 
 
 class HeadAccess(StrEnum):
@@ -49,7 +50,7 @@ class Settings(BaseSettings):
     architectures: Annotated[tuple[str, ...], NoDecode] = ("amd64",)
     """Architectures of the worker images, separated by commas, as nodes name theirs. Pods go to no
     other nodes. Empty: pods go to any node."""
-    reporter_resources: Resources = REPORTER_RESOURCES
+    reporter_resources: Resources = resources.REPORTER_RESOURCES
     """Resources of the reporter's container on head pods, as JSON."""
     workers: Annotated[int, Field(ge=1, le=64)] = 16
     """Number of runs whose objects are read at the same time. Questions to head pods and writes do

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hash
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from agenticrun_operator.errors import Unanswered
+from agenticrun_operator import errors
 from agenticrun_operator.workqueue import Key
 
 PATIENCE_SECONDS = 5.0
@@ -108,11 +108,11 @@ class SlowWrites:
                 task.add_done_callback(lambda task: task.cancelled() or self._ended(key))
         if not known.task.done():
             if known.sent.is_set():
-                raise Unanswered(
+                raise errors.Unanswered(
                     f"the apiserver has not answered the {name} for {PATIENCE_SECONDS:.0f} s: "
                     "an admission webhook may be slow"
                 )
-            raise Unanswered(
+            raise errors.Unanswered(
                 f"the {name} waits for its turn: the apiserver has not answered "
                 f"{WRITES_PER_NAMESPACE} others in namespace {key[0]}, or {WRITES} in all"
             )

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from agenticrun_api.names import LABEL_RUN, REPORTER_CONTAINER
+from agenticrun_api import names
+from agenticrun_operator import resources
 from agenticrun_operator.observed import read_labelled_pod
-from agenticrun_operator.resources import Manifest, is_deleting
+from agenticrun_operator.resources import Manifest
 from agenticrun_operator.workqueue import Key
 
 T = TypeVar("T")
@@ -54,9 +55,9 @@ class WatchCache(Generic[T]):
 
     def listed(self, namespace: str | None, items: list[Manifest]) -> None:
         """Replace the objects of a namespace; None: of all namespaces."""
-        names = {_name(item) for item in items}
+        listed = {_name(item) for item in items}
         known = (name for name in self._versions if namespace in (None, name[0]))
-        for name in [name for name in known if name not in names]:
+        for name in [name for name in known if name not in listed]:
             self._drop(name)
         self._live.add(namespace)
         for item in items:
@@ -128,7 +129,9 @@ class WatchedObjects:
         self.clusters = WatchCache(_labelled_run, cluster_summary, child_changed)
         self.pods = WatchCache(_labelled_run, read_labelled_pod, child_changed)
         self.claims: WatchCache[tuple[str, bool]] = WatchCache(
-            _labelled_run, lambda claim: (_name(claim)[1], is_deleting(claim)), child_changed
+            _labelled_run,
+            lambda claim: (_name(claim)[1], resources.is_deleting(claim)),
+            child_changed,
         )
         """Name of each volume claim, and True if it is being deleted."""
 
@@ -165,11 +168,11 @@ def _group_summary(group: Manifest) -> Manifest:
     ]
     reporters = [
         {
-            "name": REPORTER_CONTAINER,
+            "name": names.REPORTER_CONTAINER,
             "env": [{"name": item.get("name", "")} for item in container.get("env") or ()],
         }
         for container in pod.get("initContainers", ())
-        if container.get("name") == REPORTER_CONTAINER
+        if container.get("name") == names.REPORTER_CONTAINER
     ]
     kept = {"containers": containers} | ({"initContainers": reporters} if reporters else {})
     return group | {"template": {"spec": kept}}
@@ -180,4 +183,4 @@ def _name(item: Manifest) -> Key:
 
 
 def _labelled_run(child: Manifest) -> Key:
-    return child["metadata"]["namespace"], child["metadata"]["labels"][LABEL_RUN]
+    return child["metadata"]["namespace"], child["metadata"]["labels"][names.LABEL_RUN]

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
+from agenticrun_operator import metrics
 from agenticrun_operator.cluster import (
     ClusterError,
     Denied,
@@ -24,8 +25,7 @@ from agenticrun_operator.cluster import (
     WatchBroken,
     WatchExpired,
 )
-from agenticrun_operator.metrics import WATCH_CONTACT, WATCHES_DOWN
-from agenticrun_operator.planning.times import backoff_seconds
+from agenticrun_operator.planning import times
 from agenticrun_operator.resources import Manifest
 from agenticrun_operator.watch_cache import WatchCache
 
@@ -102,7 +102,7 @@ class Watch:
                     self._version = None
                 if not isinstance(error, WatchExpired):
                     self._note_down(error)
-            delay = backoff_seconds(self._failures, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
+            delay = times.backoff_seconds(self._failures, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
             self._failures += 1
             await asyncio.sleep(delay * random.uniform(1 - JITTER, 1 + JITTER))
 
@@ -132,10 +132,10 @@ class Watch:
             log.info("watch %s works again", self.name)
         self._trouble = ""
         self._note_contact()
-        WATCHES_DOWN.labels(**self._labels).set(0)
+        metrics.WATCHES_DOWN.labels(**self._labels).set(0)
 
     def _note_contact(self) -> None:
-        WATCH_CONTACT.labels(**self._labels).set_to_current_time()
+        metrics.WATCH_CONTACT.labels(**self._labels).set_to_current_time()
 
     @property
     def _labels(self) -> dict[str, str]:
@@ -143,7 +143,7 @@ class Watch:
 
     def _note_down(self, error: Exception) -> None:
         """Log the trouble, once."""
-        WATCHES_DOWN.labels(**self._labels).set(1)
+        metrics.WATCHES_DOWN.labels(**self._labels).set(1)
         if str(error) == self._trouble:
             return
         self._trouble = str(error)

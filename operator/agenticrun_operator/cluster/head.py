@@ -17,24 +17,15 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agenticrun_api import LiveConfig, Progress, Reason
+from agenticrun_api import LiveConfig, Progress, Reason, names
 from agenticrun_api.base import CLEAN, clean_text, one_line
 from agenticrun_api.challenge import Challenge, Proof, prove
 from agenticrun_api.masking import mask_secrets
-from agenticrun_api.names import (
-    DASHBOARD_PORT,
-    DRIVER_COMMAND,
-    ENV_ATTEMPT,
-    ENV_REPLICAS,
-    ENV_SUBMISSION_ID,
-    REPORTER_PORT,
-    TOKEN_HEADER,
-)
 from agenticrun_api.progress import MAX_PROGRESS_BYTES
 from agenticrun_api.version import __version__
+from agenticrun_operator import errors
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import TIMEOUT_SECONDS, HeadTransport, PodAddress
-from agenticrun_operator.errors import HeadUnproved, HeadUnreachable, TokenRefused
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
 REPORTER_SECONDS = 4.0
@@ -82,7 +73,7 @@ class _ProvedHead:
     """The last challenge of a head."""
 
     holds_until: float = 0.0
-    refusal: HeadUnreachable | None = None
+    refusal: errors.HeadUnreachable | None = None
     """Set if it has not proved itself."""
     refused_at: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -115,11 +106,11 @@ class RunHead:
             if answer.status == 404:
                 return NoJob()
             found = _RayJob.model_validate(_json(_ok(answer, "the job API")))
-        except TokenRefused as error:
+        except errors.TokenRefused as error:
             return Unreachable(str(error), Reason.TOKENS_REFUSED)
-        except HeadUnproved as error:
+        except errors.HeadUnproved as error:
             return Unreachable(str(error), Reason.HEAD_UNPROVED)
-        except (HeadUnreachable, ValidationError) as error:
+        except (errors.HeadUnreachable, ValidationError) as error:
             return Unreachable(f"Ray's job API: {_brief(error)}")
         ended_badly = found.status in ("FAILED", "STOPPED")
         message, _, quoted_log = (found.message or "").partition(LOG_IN_MESSAGE)
@@ -134,11 +125,11 @@ class RunHead:
     async def submit(
         self, head: HeadAddress, submission_id: str, attempt: int, replicas: Mapping[str, int]
     ) -> None:
-        variables = {ENV_ATTEMPT: str(attempt), ENV_SUBMISSION_ID: submission_id}
+        variables = {names.ENV_ATTEMPT: str(attempt), names.ENV_SUBMISSION_ID: submission_id}
         if replicas:
-            variables[ENV_REPLICAS] = json.dumps(dict(replicas))
+            variables[names.ENV_REPLICAS] = json.dumps(dict(replicas))
         body = {
-            "entrypoint": DRIVER_COMMAND,
+            "entrypoint": names.DRIVER_COMMAND,
             "submission_id": submission_id,
             "runtime_env": {"env_vars": variables},
             "metadata": {"agenticrun.dev/run-uid": head.run_uid},
@@ -148,21 +139,21 @@ class RunHead:
             return
         known = await self._ray(head, "GET", f"/api/jobs/{submission_id}")
         if known.status != 200:
-            raise HeadUnreachable(
+            raise errors.HeadUnreachable(
                 f"Ray did not accept the job: status {answer.status}: {_last_line(answer.body)}"
             )
 
     async def stop(self, head: HeadAddress, submission_id: str) -> None:
         answer = await self._ray(head, "POST", f"/api/jobs/{submission_id}/stop")
         if answer.status not in (200, 404):
-            raise HeadUnreachable(
+            raise errors.HeadUnreachable(
                 f"Ray did not stop the job: status {answer.status}: {_last_line(answer.body)}"
             )
 
     async def configure(self, head: HeadAddress, config: LiveConfig) -> None:
         answer = await self._reporter(head, "PUT", "/config", config.to_dict())
         if answer.status not in (200, 404, 405):  # an older reporter does not know the path
-            raise HeadUnreachable(
+            raise errors.HeadUnreachable(
                 f"the reporter does not accept settings: status {answer.status}: "
                 f"{_last_line(answer.body)}"
             )
@@ -178,11 +169,11 @@ class RunHead:
             snapshot = _ok(answer, "the reporter")
             # A newer driver may report more than this operator knows.
             return Progress.model_validate_json(snapshot, strict=True, extra="ignore")
-        except TokenRefused as error:
+        except errors.TokenRefused as error:
             return Unreachable(str(error), Reason.TOKENS_REFUSED)
-        except HeadUnproved as error:
+        except errors.HeadUnproved as error:
             return Unreachable(str(error), Reason.HEAD_UNPROVED)
-        except (HeadUnreachable, ValidationError) as error:
+        except (errors.HeadUnreachable, ValidationError) as error:
             return Unreachable(_brief(error))
 
     async def _log_tail(self, head: HeadAddress, submission_id: str, quoted_log: str) -> str:
@@ -194,7 +185,7 @@ class RunHead:
         try:
             answer = await self._ray(head, "GET", f"/api/v0/logs/file?{query}", limit=MAX_LOG_BYTES)
             text = _ok(answer, "the log").decode(errors="replace")
-        except HeadUnreachable:
+        except errors.HeadUnreachable:
             text = quoted_log
         return mask_secrets(clean_text(text[-4 * LOG_TAIL_CHARACTERS :]))[-LOG_TAIL_CHARACTERS:]
 
@@ -203,7 +194,7 @@ class RunHead:
     ) -> Response:
         timeout = REPORTER_SECONDS if method == "GET" else TIMEOUT_SECONDS
         return await self._request(
-            (head, "the reporter", head.reporter_token, REPORTER_PORT),
+            (head, "the reporter", head.reporter_token, names.REPORTER_PORT),
             method,
             path,
             body=body,
@@ -221,7 +212,7 @@ class RunHead:
     ) -> Response:
         timeout = RAY_SECONDS if method == "GET" else TIMEOUT_SECONDS
         return await self._request(
-            (head, "Ray", head.ray_token, DASHBOARD_PORT),
+            (head, "Ray", head.ray_token, names.DASHBOARD_PORT),
             method,
             path,
             body=body,
@@ -236,16 +227,16 @@ class RunHead:
         head, who, token, port = to
         if head.proves_itself:
             await self._require_proof(head)
-        headers = {TOKEN_HEADER: f"Bearer {token}"}
+        headers = {names.TOKEN_HEADER: f"Bearer {token}"}
         try:
             answer = await self._transport.request(
                 method, head.pod, port, path, headers=headers, **arguments
             )
-        except HeadUnreachable:
+        except errors.HeadUnreachable:
             self._proved.pop(head.identity, None)  # the next one there may be another pod
             raise
         if answer.status in (401, 403):
-            raise TokenRefused(
+            raise errors.TokenRefused(
                 f"{who} in pod {head.pod.name} refuses the operator's token "
                 f"(status {answer.status})"
             )
@@ -269,7 +260,7 @@ class RunHead:
                 self._drop_old(now)
                 try:
                     await self._challenge(head)
-                except HeadUnreachable as error:
+                except errors.HeadUnreachable as error:
                     known.refusal, known.refused_at = error, self._clock()
                 else:
                     known.refusal, known.holds_until = None, now + PROOF_SECONDS
@@ -281,7 +272,7 @@ class RunHead:
         answer = await self._transport.request(
             "POST",
             head.pod,
-            REPORTER_PORT,
+            names.REPORTER_PORT,
             "/challenge",
             headers={},
             body=challenge.to_dict(),
@@ -289,9 +280,9 @@ class RunHead:
             timeout=REPORTER_SECONDS,
         )
         if answer.status >= 500:
-            raise HeadUnreachable(f"the reporter answers with status {answer.status}")
+            raise errors.HeadUnreachable(f"the reporter answers with status {answer.status}")
         if answer.status != 200:
-            raise HeadUnproved(
+            raise errors.HeadUnproved(
                 f"the reporter in pod {head.pod.name} does not know how to prove that it is the "
                 f"head (status {answer.status}), so it gets no token: the worker image must be of "
                 f"version {__version__}"
@@ -302,7 +293,7 @@ class RunHead:
         except ValidationError:
             given = ""
         if not hmac.compare_digest(given, wanted):
-            raise TokenRefused(
+            raise errors.TokenRefused(
                 f"what answers for pod {head.pod.name} does not have the operator's token: it has "
                 "another one, or is another pod"
             )
@@ -319,7 +310,7 @@ class RunHead:
 
 def _ok(answer: Response, who: str) -> bytes:
     if answer.status != 200:
-        raise HeadUnreachable(f"{who} answers with status {answer.status}")
+        raise errors.HeadUnreachable(f"{who} answers with status {answer.status}")
     return answer.body
 
 
@@ -328,7 +319,7 @@ def _json(body: bytes) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise HeadUnreachable(f"unusable answer: {type(error).__name__}") from error
+        raise errors.HeadUnreachable(f"unusable answer: {type(error).__name__}") from error
 
 
 def _brief(error: Exception) -> str:

@@ -21,28 +21,9 @@ from typing import Any, Literal
 import aiohttp
 from kubernetes.aio import client, config
 
-from agenticrun_api import AgenticRunStatus
+from agenticrun_api import AgenticRunStatus, names
 from agenticrun_api.base import clean_text
-from agenticrun_api.names import API_VERSION, GROUP, KIND, LABEL_RUN, PLURAL, VERSION
-from agenticrun_operator.errors import (
-    AlreadyExists,
-    AnswerTooLong,
-    ClusterError,
-    Conflict,
-    Denied,
-    KubeUnavailable,
-    NamespaceGone,
-    NotFound,
-    NotServed,
-    Refused,
-    RightMissing,
-    TooLarge,
-    Unanswered,
-    WatchBroken,
-    WatchExpired,
-    WebhookUnavailable,
-)
-from agenticrun_operator.metrics import API_REQUESTS, API_SECONDS
+from agenticrun_operator import errors, metrics
 from agenticrun_operator.resources import Event, Manifest
 
 FIELD_MANAGER = "agenticrun-operator"
@@ -84,7 +65,7 @@ _METADATA = "application/json;as=PartialObjectMetadata{};g=meta.k8s.io;v=v1"
 _WATCHED_WHOLE = frozenset({"Pod", "RayCluster"})
 """Kinds that are watched with all their fields; of other kinds, only the metadata is watched."""
 _ROOTS = {
-    KIND: (f"/apis/{GROUP}/{VERSION}", PLURAL),
+    names.KIND: (f"/apis/{names.GROUP}/{names.VERSION}", names.PLURAL),
     "RayCluster": ("/apis/ray.io/v1", "rayclusters"),
     "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
     "Pod": ("/api/v1", "pods"),
@@ -193,26 +174,28 @@ class KubeClient:
                 await response.read() if limit is None else await _read(response.response, limit)
             )
         except (TimeoutError, aiohttp.ClientError) as error:
-            API_REQUESTS.labels(method=method, status="none").inc()
-            failure = Unanswered if isinstance(error, TimeoutError) else KubeUnavailable
+            metrics.API_REQUESTS.labels(method=method, status="none").inc()
+            failure = (
+                errors.Unanswered if isinstance(error, TimeoutError) else errors.KubeUnavailable
+            )
             raise failure(f"{method} {path}: {str(error) or type(error).__name__}") from error
         finally:
-            API_SECONDS.labels(method=method).observe(time.monotonic() - began)
-        API_REQUESTS.labels(method=method, status=str(response.status)).inc()
+            metrics.API_SECONDS.labels(method=method).observe(time.monotonic() - began)
+        metrics.API_REQUESTS.labels(method=method, status=str(response.status)).inc()
         return Response(response.status, content)
 
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
         try:
             return await self._request("GET", object_path(kind, namespace, name))
-        except NotFound:
+        except errors.NotFound:
             return None
 
     async def list_run_keys(self) -> list[tuple[str, str]]:
         lists = []
         for namespace in self._namespaces or (None,):
             try:
-                lists.append(await self.list_objects(KIND, namespace, None))
-            except ClusterError as error:  # one missing namespace must not hide the others
+                lists.append(await self.list_objects(names.KIND, namespace, None))
+            except errors.ClusterError as error:  # one missing namespace must not hide the others
                 log.warning("cannot list the runs: %s", error)
         return [
             (item["metadata"]["namespace"], item["metadata"]["name"])
@@ -221,7 +204,7 @@ class KubeClient:
         ]
 
     async def list_pods(
-        self, namespace: str, run_name: str, label: str = LABEL_RUN
+        self, namespace: str, run_name: str, label: str = names.LABEL_RUN
     ) -> list[Manifest]:
         found = await self._request(
             "GET", object_path("Pod", namespace), query={"labelSelector": f"{label}={run_name}"}
@@ -297,12 +280,14 @@ class KubeClient:
             answer = await self._api.call_api(*serialized, _request_timeout=timeout)
             async with answer.response as response:
                 if response.status == 429 or response.status >= 500:
-                    raise WatchBroken(f"watch {path}: status {response.status}")
+                    raise errors.WatchBroken(f"watch {path}: status {response.status}")
                 if response.status != 200:
                     _read_answer(Response(response.status, await response.read()), f"watch {path}")
                 yield _watch_events(response.content)
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise WatchBroken(f"watch {path}: {str(error) or type(error).__name__}") from error
+            raise errors.WatchBroken(
+                f"watch {path}: {str(error) or type(error).__name__}"
+            ) from error
 
     async def create(self, manifest: Manifest) -> None:
         path = object_path(manifest["kind"], manifest["metadata"]["namespace"])
@@ -325,19 +310,24 @@ class KubeClient:
         path = object_path(kind, namespace, name)
         try:
             await self._request("DELETE", path, body=options, limits=_REPEATED_WRITE)
-        except (NotFound, NotServed, Conflict):
+        except (errors.NotFound, errors.NotServed, errors.Conflict):
             return
 
     async def write_status(self, run: Manifest, status: AgenticRunStatus) -> Manifest:
         metadata = run["metadata"]
         keep = {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")}
         fields = status.to_dict()
-        body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": keep, "status": fields}
-        path = object_path(KIND, metadata["namespace"], metadata["name"])
+        body = {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "metadata": keep,
+            "status": fields,
+        }
+        path = object_path(names.KIND, metadata["namespace"], metadata["name"])
         while True:
             try:
                 return await self._apply(f"{path}/status", body)
-            except (Refused, KubeUnavailable) as error:
+            except (errors.Refused, errors.KubeUnavailable) as error:
                 if not _drop_undeclared(fields, str(error)):
                     raise
                 if not self._told_of_old_crd:
@@ -360,7 +350,7 @@ class KubeClient:
             "involvedObject": {
                 key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")
             }
-            | {"apiVersion": API_VERSION, "kind": KIND},
+            | {"apiVersion": names.API_VERSION, "kind": names.KIND},
             "reason": str(event.reason),
             "message": event.message,
             "type": event.type,
@@ -373,7 +363,7 @@ class KubeClient:
         path = object_path("Event", metadata["namespace"])
         try:
             await self._request("POST", path, body=body, limits=(TIMEOUT_SECONDS,))
-        except AlreadyExists:
+        except errors.AlreadyExists:
             return
 
     async def put(self, manifest: Manifest) -> Manifest:
@@ -427,7 +417,7 @@ class KubeClient:
             try:
                 answer = await self.raw(method, path, timeout=limit, **arguments)
                 break
-            except Unanswered as error:
+            except errors.Unanswered as error:
                 log.info("%s; sent again", error)
         else:
             answer = await self.raw(method, path, timeout=last, **arguments)
@@ -465,7 +455,7 @@ async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
         content += chunk
         if len(content) > limit:
             response.close()
-            raise AnswerTooLong(f"the answer has more than {limit} bytes")
+            raise errors.AnswerTooLong(f"the answer has more than {limit} bytes")
     return bytes(content)
 
 
@@ -509,12 +499,12 @@ async def _watch_events(lines: aiohttp.StreamReader) -> AsyncIterator[tuple[str,
         try:
             event = json.loads(line)
         except ValueError as error:
-            raise KubeUnavailable(f"watch: unusable event: {line[:200]!r}") from error
+            raise errors.KubeUnavailable(f"watch: unusable event: {line[:200]!r}") from error
         if event["type"] == "ERROR":
             status = event["object"]
             if status.get("code") == 410:
-                raise WatchExpired(str(status.get("message")))
-            raise KubeUnavailable(f"watch: {status.get('message')}")
+                raise errors.WatchExpired(str(status.get("message")))
+            raise errors.KubeUnavailable(f"watch: {status.get('message')}")
         yield event["type"], event["object"]
 
 
@@ -528,10 +518,14 @@ def _read_answer(response: Response, request: str) -> Manifest:
         answer = json.loads(response.body)
     except ValueError as error:
         if response.status == 404 and " /apis/" in request:
-            raise NotServed(f"{request}: the apiserver does not serve this resource") from error
+            raise errors.NotServed(
+                f"{request}: the apiserver does not serve this resource"
+            ) from error
         if response.status == 413:
-            raise TooLarge(f"{request}: the request is larger than a proxy lets pass") from error
-        raise KubeUnavailable(
+            raise errors.TooLarge(
+                f"{request}: the request is larger than a proxy lets pass"
+            ) from error
+        raise errors.KubeUnavailable(
             f"{request}: status {response.status}, and the answer is not JSON"
         ) from error
     if response.status < 300:
@@ -540,48 +534,55 @@ def _read_answer(response: Response, request: str) -> Manifest:
     raise _error(response.status, answer, request)
 
 
-def _forbidden(message: str, *, terminating: bool) -> ClusterError:
+def _forbidden(message: str, *, terminating: bool) -> errors.ClusterError:
     if terminating:
-        return NamespaceGone(message)
+        return errors.NamespaceGone(message)
     # The apiserver's words for what RBAC, or another authorizer, does not allow.
     right = re.search(r"User \S+ cannot \w+ resource", message)
-    return RightMissing(message) if right else Denied(message)
+    return errors.RightMissing(message) if right else errors.Denied(message)
 
 
-_BY_STATUS: dict[int, type[ClusterError]] = {
-    400: Refused,
-    405: NotServed,  # also while a CRD is being deleted
-    409: Conflict,
-    410: WatchExpired,
-    413: TooLarge,
-    422: Refused,
+_BY_STATUS: dict[int, type[errors.ClusterError]] = {
+    400: errors.Refused,
+    405: errors.NotServed,  # also while a CRD is being deleted
+    409: errors.Conflict,
+    410: errors.WatchExpired,
+    413: errors.TooLarge,
+    422: errors.Refused,
 }
 _BY_POLICY = re.compile(r"denied (the )?request")
 """The words of admission policies and webhooks, which may choose any code."""
-_OF_500: tuple[tuple[re.Pattern[str], type[ClusterError]], ...] = (
-    (re.compile(r"request is too large|trying to send message larger than max"), TooLarge),
-    (re.compile(r"failed calling webhook|conversion webhook for .* failed"), WebhookUnavailable),
-    (re.compile(r"error decoding|failed to create typed"), Refused),
+_OF_500: tuple[tuple[re.Pattern[str], type[errors.ClusterError]], ...] = (
+    (re.compile(r"request is too large|trying to send message larger than max"), errors.TooLarge),
+    (
+        re.compile(r"failed calling webhook|conversion webhook for .* failed"),
+        errors.WebhookUnavailable,
+    ),
+    (re.compile(r"error decoding|failed to create typed"), errors.Refused),
 )
 """The words of etcd and its client, of webhooks, and of server-side apply about values that have
 other types than in the CRD."""
 
 
-def _error(status: int, answer: Any, request: str) -> ClusterError:
+def _error(status: int, answer: Any, request: str) -> errors.ClusterError:
     details = answer if isinstance(answer, dict) else {}
     message = clean_text(str(details.get("message") or f"{request}: status {status}"))
     subject = details.get("details") or {}
     if _BY_POLICY.search(message):
-        return Denied(message)
+        return errors.Denied(message)
     if status == 404:
-        missing = {None: NotServed, "namespaces": NamespaceGone}
-        return missing.get(subject.get("kind"), NotFound)(message)
+        missing = {None: errors.NotServed, "namespaces": errors.NamespaceGone}
+        return missing.get(subject.get("kind"), errors.NotFound)(message)
     if status == 403:
         causes = {cause.get("reason") for cause in subject.get("causes") or ()}
         return _forbidden(message, terminating="NamespaceTerminating" in causes)
     if status == 409 and details.get("reason") == "AlreadyExists":
-        return AlreadyExists(message)
+        return errors.AlreadyExists(message)
     known = _BY_STATUS.get(status)
     if status >= 500:
         known = next((error for words, error in _OF_500 if words.search(message)), None)
-    return known(message) if known else KubeUnavailable(f"{request}: status {status}: {message}")
+    return (
+        known(message)
+        if known
+        else errors.KubeUnavailable(f"{request}: status {status}: {message}")
+    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from agenticrun_api import AgenticRunStatus, LiveConfig, Progress
-from agenticrun_api.names import LABEL_RUN
+from agenticrun_api import AgenticRunStatus, LiveConfig, Progress, names
 from agenticrun_operator.cluster.head import HeadAddress
 from agenticrun_operator.cluster.kube import Propagation
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
@@ -29,7 +28,7 @@ class Kube(Protocol):
         ...
 
     async def list_pods(
-        self, namespace: str, run_name: str, label: str = LABEL_RUN
+        self, namespace: str, run_name: str, label: str = names.LABEL_RUN
     ) -> list[Manifest]:
         """Return the pods that have the run's name in this label."""
         ...

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from agenticrun_operator import errors
 from agenticrun_operator.cluster.kube import KubeClient, Response
-from agenticrun_operator.errors import AnswerTooLong, HeadUnreachable, KubeUnavailable
 
 TIMEOUT_SECONDS = 10.0
 """Timeout of a whole request."""
@@ -93,12 +93,12 @@ class DirectTransport:
                 async for chunk in answer.content.iter_chunked(65_536):
                     content += chunk
                     if len(content) > limit:
-                        raise HeadUnreachable(
+                        raise errors.HeadUnreachable(
                             f"{path} of pod {pod.name} answers more than {limit} bytes"
                         )
                 return Response(answer.status, content)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise HeadUnreachable(
+            raise errors.HeadUnreachable(
                 f"pod {pod.name}, port {port}: {str(error) or type(error).__name__}"
             ) from error
 
@@ -126,17 +126,19 @@ class ProxyTransport:
             answer = await self._kube.raw(
                 method, proxied, headers=headers, body=body, timeout=timeout, limit=limit
             )
-        except AnswerTooLong as error:
-            raise HeadUnreachable(
+        except errors.AnswerTooLong as error:
+            raise errors.HeadUnreachable(
                 f"{path} of pod {pod.name} answers more than {limit} bytes"
             ) from error
-        except KubeUnavailable as error:
-            raise HeadUnreachable(f"pod {pod.name}, port {port}: {error}") from error
+        except errors.KubeUnavailable as error:
+            raise errors.HeadUnreachable(f"pod {pod.name}, port {port}: {error}") from error
         if answer.status in (401, 403) and b'"kind":"Status"' in answer.body:
-            raise HeadUnreachable(
+            raise errors.HeadUnreachable(
                 f"pod {pod.name}, port {port}: the apiserver refuses the operator's request: "
                 "give it the right to pods/proxy"
             )
         if answer.status == 503:
-            raise HeadUnreachable(f"pod {pod.name}, port {port}: the apiserver cannot reach it")
+            raise errors.HeadUnreachable(
+                f"pod {pod.name}, port {port}: the apiserver cannot reach it"
+            )
         return answer

@@ -25,13 +25,14 @@ from agenticrun_api import (
     Progress,
     Reason,
     Role,
+    names,
 )
-from agenticrun_api.names import DASHBOARD_PORT, REPORTER_PORT, ExitCode, submission_id
+from agenticrun_api.names import submission_id
 from agenticrun_api.roles import SAVES
 from agenticrun_api.status import JobStatus, ObstacleStatus, RayClusterStatus
+from agenticrun_operator import resources
 from agenticrun_operator.observed import Job, NoJob, Pod, Problem, Unreachable
-from agenticrun_operator.planning import pods
-from agenticrun_operator.planning.children import delete_cluster
+from agenticrun_operator.planning import children, pods, situation, times
 from agenticrun_operator.planning.result import (
     MAX_TEXT,
     Configure,
@@ -46,19 +47,7 @@ from agenticrun_operator.planning.result import (
     text,
     warning,
 )
-from agenticrun_operator.planning.situation import (
-    SILENT_SECONDS,
-    State,
-    head_replaced,
-    is_pod_of,
-    is_silent,
-)
-from agenticrun_operator.planning.times import (
-    backoff_seconds,
-    format_span,
-    format_time,
-)
-from agenticrun_operator.resources import secret_of
+from agenticrun_operator.planning.situation import State
 
 MAX_BACKOFF_SECONDS = 600.0
 MANY_DISRUPTIONS = 3
@@ -117,7 +106,7 @@ def follow(state: State) -> Verdict:
     final = state.job.report
     if final and (final.outcome is Outcome.SUCCEEDED or not final.retryable):
         return _end_for_good(state, final)
-    if head_replaced(state):
+    if situation.head_replaced(state):
         waits = final is None and state.head is not None and state.head.incarnation
         if waits and _waits_for_report(state):
             return Continues(_report_awaited(state))
@@ -182,7 +171,7 @@ def lost_head(state: State, job: JobStatus) -> str:
     observation, because the clocks of nodes differ.
     """
     head = state.head
-    if head is None or head.ready or not is_pod_of(head, job):
+    if head is None or head.ready or not situation.is_pod_of(head, job):
         return ""
     seen = (state.observed.job, state.observed.progress)
     if not all(isinstance(item, Unreachable) and not item.tokens for item in seen):
@@ -192,7 +181,7 @@ def lost_head(state: State, job: JobStatus) -> str:
         return ""
     return (
         f"head pod {head.name} on node {head.node} has not answered or been ready for "
-        f"{format_span(HEAD_LOST_SECONDS)}"
+        f"{times.format_span(HEAD_LOST_SECONDS)}"
     )
 
 
@@ -211,7 +200,7 @@ def _follow_unreachable(state: State) -> Verdict:
     if state.unreachable and not confirmed and state.seconds_since(state.unreachable_since) > limit:
         lost = (
             "Ray has not confirmed the submission, and the head has not answered for "
-            f"{format_span(limit)}: {state.unreachable.why}"
+            f"{times.format_span(limit)}: {state.unreachable.why}"
         )
         return _over(state, Reason.PROGRESS_UNAVAILABLE, lost, rebuild=lost)
     return Continues(Result()) if state.job.report else _report_training(state)
@@ -228,8 +217,8 @@ def report_unreachable(state: State) -> Result | None:
     name = state.head.name if state.head else ""
     message = (
         f"head pod {name} is ready, but does not answer the operator: {state.unreachable.why}. A "
-        f"NetworkPolicy or firewall must let the operator reach its ports {DASHBOARD_PORT} (Ray) "
-        f"and {REPORTER_PORT} (reporter)"
+        "NetworkPolicy or firewall must let the operator reach its ports "
+        f"{names.DASHBOARD_PORT} (Ray) and {names.REPORTER_PORT} (reporter)"
     )
     since = state.unreachable_since or state.now
     reason = Reason.PROGRESS_UNAVAILABLE
@@ -237,7 +226,7 @@ def report_unreachable(state: State) -> Result | None:
     return Result(
         fields={
             "message": text(message),
-            "obstacle": ObstacleStatus(reason=reason.value, since=format_time(since)),
+            "obstacle": ObstacleStatus(reason=reason.value, since=times.format_time(since)),
         },
         conditions={ConditionType.TRAINING: said},
         look_after=POLL_SECONDS,
@@ -276,10 +265,9 @@ def _submit_again(state: State) -> Result:
     )
     if trouble is None or not isinstance(trouble.action, Submit):
         return result
-    times = "once, at" if trouble.count == 1 else f"{trouble.count} times since"
-    message = (
-        f"Ray has refused the submission {times} {format_time(trouble.since)}: {trouble.message}"
-    )
+    how_often = "once, at" if trouble.count == 1 else f"{trouble.count} times since"
+    since = times.format_time(trouble.since)
+    message = f"Ray has refused the submission {how_often} {since}: {trouble.message}"
     said = Said("False", Reason.SUBMISSION_REFUSED, message, event="Warning")
     return result | Result(conditions={ConditionType.TRAINING: said})
 
@@ -360,12 +348,12 @@ def _report_training(state: State) -> Verdict:
     if tokens := token_trouble(state):
         return Continues(result | tokens)
     said, stall = None, ""
-    if progress and is_silent(progress):
+    if progress and situation.is_silent(progress):
         said = Said(
             "Unknown",
             Reason.DRIVER_SILENT,
-            f"the driver has sent nothing for more than {format_span(SILENT_SECONDS)}: "
-            "it is frozen or very busy, or dead together with Ray's dashboard",
+            "the driver has sent nothing for more than "
+            f"{times.format_span(situation.SILENT_SECONDS)}: it is frozen or very busy, or dead together with Ray's dashboard",
         )
         stall = _stall_of(state, progress)
     elif progress:
@@ -404,7 +392,7 @@ def token_trouble(state: State) -> Result | None:
     cluster = state.observed.child("RayCluster", state.name)
     gone = f"RayCluster {state.name}"
     if cluster and trouble.reason is Reason.TOKENS_REFUSED:
-        gone = f"Secret {secret_of(cluster)} and {gone}"
+        gone = f"Secret {resources.secret_of(cluster)} and {gone}"
     message = (
         f"{trouble.why}. If that is not possible: set suspend: true, which saves a checkpoint and "
         f"needs no token once the pods are given up, or delete {gone}: it is built again, and the "
@@ -457,7 +445,7 @@ def _stall_of(state: State, progress: Progress) -> str:
     if (progress.idle_seconds or 0.0) <= limit:
         return ""
     return (
-        f"no step and no other news for more than {format_span(limit)}, "
+        f"no step and no other news for more than {times.format_span(limit)}, "
         f"while the activity was {progress.activity.value}"
     )
 
@@ -471,7 +459,7 @@ def _late_start(state: State) -> str:
     began = state.observed.job.start_time if isinstance(state.observed.job, Job) else None
     if began is None or state.now.timestamp() - began <= limit:
         return ""
-    return f"no snapshot from the driver for more than {format_span(limit)}"
+    return f"no snapshot from the driver for more than {times.format_span(limit)}"
 
 
 def _stalled(state: State, result: Result, message: str) -> Verdict:
@@ -490,10 +478,10 @@ def _follow_ended(state: State, seen: Job) -> Verdict:
         return Continues(_report_awaited(state))
     if final is None and seen.status == "SUCCEEDED":
         return _conclude_without_report(state)
-    if final is None and seen.exit_code == ExitCode.STOPPED:
+    if final is None and seen.exit_code == names.ExitCode.STOPPED:
         message = "the driver stopped on request; its report is lost"
         return Over(Reason.STOPPED, message, stopped=True, disruption=state.job.disruption)
-    retryable = seen.exit_code != ExitCode.INVALID_CONFIG
+    retryable = seen.exit_code != names.ExitCode.INVALID_CONFIG
     reason = Reason.DRIVER_FAILED if retryable else Reason.INVALID_CONFIG
     return _over(state, reason, f"job {seen.status}: {seen.message}", retryable=retryable)
 
@@ -531,7 +519,7 @@ def begin(state: State) -> Result:
     if retry is not None and (wait := -state.seconds_since(retry)) > 0:
         return Result(look_after=wait)
     if previous and (lost := lost_head(state, previous)):
-        return delete_cluster(state, f"the RayCluster is built again: {lost}")
+        return children.delete_cluster(state, f"the RayCluster is built again: {lost}")
     head = state.head
     if head is None or head.incarnation is None or not state.has_enough_pods:
         return Result()
@@ -605,7 +593,7 @@ def end(state: State, over: Over, wait: float = 0.0) -> Result:
         "activity": None,
         "eta": None,
         "estimated_completion_time": None,
-        "next_retry_time": format_time(state.now + timedelta(seconds=wait)),
+        "next_retry_time": times.format_time(state.now + timedelta(seconds=wait)),
     }
     said = Said("False", over.reason, over.message)
     stalled = Said("False", over.reason, over.message, optional=True)
@@ -657,7 +645,7 @@ def restart(state: State, over: Over) -> tuple[Result, Over | None]:
         return counted, Over(Reason.DISRUPTIONS_EXHAUSTED, message)
     # A run may cause its own evictions, by filling a disk: the wait grows, so that it shows.
     doublings = max(0, (disruptions if over.disruption else failures) - 1)
-    wait = backoff_seconds(doublings, policy.backoff_seconds, MAX_BACKOFF_SECONDS)
+    wait = times.backoff_seconds(doublings, policy.backoff_seconds, MAX_BACKOFF_SECONDS)
     summary = summarize(state, over)
     post = warning if failed or disruptions >= MANY_DISRUPTIONS else note
     reason = Reason.DISRUPTED if over.disruption else over.reason

@@ -6,20 +6,11 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from agenticrun_api import AgenticRun, ConditionType, Phase, PoolStatus, Reason, Role
-from agenticrun_api.names import KIND
+from agenticrun_api import AgenticRun, ConditionType, Phase, PoolStatus, Reason, Role, names
 from agenticrun_api.status import ObstacleStatus
-from agenticrun_operator.errors import (
-    ClusterError,
-    KubeUnavailable,
-    NamespaceGone,
-    NotServed,
-    Refused,
-    TooLarge,
-    Unanswered,
-    WebhookUnavailable,
-)
+from agenticrun_operator import errors, resources
 from agenticrun_operator.observed import Edit
+from agenticrun_operator.planning import situation, times
 from agenticrun_operator.planning.pods import is_stuck
 from agenticrun_operator.planning.result import (
     Delete,
@@ -30,33 +21,8 @@ from agenticrun_operator.planning.result import (
     text,
     warning,
 )
-from agenticrun_operator.planning.situation import Rescaling, State, describe, kept_pods
-from agenticrun_operator.planning.times import format_span, format_time
-from agenticrun_operator.resources import (
-    CLAIM_KIND,
-    Child,
-    Manifest,
-    budget_of,
-    changes_by_others,
-    checkpoint_claim_name,
-    claim_name,
-    created_claim,
-    desired_children,
-    editor_of,
-    is_deleting,
-    is_own,
-    is_retained,
-    key_id_of,
-    made_by,
-    repaired,
-    rescaled,
-    storage_of,
-    tokens_name,
-    tokens_secret,
-    unbound,
-    unsuitable,
-    users_claim_of,
-)
+from agenticrun_operator.planning.situation import Rescaling, State
+from agenticrun_operator.resources import Child, Manifest
 
 _WAITS_FOR_SECRET = (Reason.CONTAINER_CRASHED, Reason.PODS_PENDING)
 TOKENS_SECONDS = 30.0
@@ -93,10 +59,10 @@ class Obstacle:
         return self.reason is not Reason.WAITING_FOR_PREVIOUS_RUN
 
 
-_BY_ERROR: dict[type[ClusterError], Reason] = {
-    TooLarge: Reason.TOO_LARGE,
-    WebhookUnavailable: Reason.WEBHOOK_UNAVAILABLE,
-    KubeUnavailable: Reason.APISERVER_UNAVAILABLE,
+_BY_ERROR: dict[type[errors.ClusterError], Reason] = {
+    errors.TooLarge: Reason.TOO_LARGE,
+    errors.WebhookUnavailable: Reason.WEBHOOK_UNAVAILABLE,
+    errors.KubeUnavailable: Reason.APISERVER_UNAVAILABLE,
 }
 _RETRIED = frozenset({Reason.WEBHOOK_UNAVAILABLE, Reason.APISERVER_UNAVAILABLE})
 """Reasons that may be over at any time: the status is to be true within 10 s."""
@@ -166,13 +132,15 @@ def _objects_in_the_way(state: State) -> Obstacle | None:
     # The RayCluster first: who deletes the others before it loses what trains there.
     found = sorted(state.observed.children.items(), key=lambda item: item[0].kind != "RayCluster")
     for child, manifest in found:
-        if manifest is None or child == users_claim_of(state.run):
+        if manifest is None or child == resources.users_claim_of(state.run):
             continue
         if waits := _waits_for(state.run, child, manifest):
             metadata = manifest["metadata"]
             finalizers = metadata.get("finalizers") or ()
             return _waits(state, waits, metadata.get("deletionTimestamp"), finalizers)
-        if not is_retained(state.run, manifest) and not is_own(state.run, manifest):
+        if not resources.is_retained(state.run, manifest) and not resources.is_own(
+            state.run, manifest
+        ):
             foreign.append(f"{child.kind} {child.name}")
     if not foreign:
         return None
@@ -187,9 +155,9 @@ def _objects_in_the_way(state: State) -> Obstacle | None:
 
 def _waits_for(run: AgenticRun, child: Child, manifest: Manifest) -> str | None:
     shown = f"{child.kind} {child.name}"
-    if is_deleting(manifest) and made_by(run, manifest):
+    if resources.is_deleting(manifest) and resources.made_by(run, manifest):
         return f"waiting until {shown} is deleted, to create it"
-    if is_deleting(manifest) or _of_earlier_run(run, manifest):
+    if resources.is_deleting(manifest) or _of_earlier_run(run, manifest):
         return f"waiting until {shown} of an earlier run is deleted"
     return None
 
@@ -227,7 +195,7 @@ def _held(deleted_at: str, finalizers: Collection[str]) -> str:
 def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
     owners = manifest["metadata"].get("ownerReferences", ())
     return any(
-        owner["kind"] == KIND
+        owner["kind"] == names.KIND
         and owner["name"] == run.metadata.name
         and owner["uid"] != run.metadata.uid
         for owner in owners
@@ -236,13 +204,15 @@ def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
 
 def _unusable_claim(state: State) -> Obstacle | None:
     """Return the obstacle of a claim that not all pods can mount, or that gets no volume."""
-    claim = state.observed.child(CLAIM_KIND, claim_name(state.run))
+    claim = state.observed.child(resources.CLAIM_KIND, resources.claim_name(state.run))
     if claim is None:
         return None
-    if why := unsuitable(state.run, claim):
+    if why := resources.unsuitable(state.run, claim):
         return Obstacle(Reason.CLAIM_UNSUITABLE, why)
     problems = [pod.problem.message for pod in state.observed.pods if pod.problem]
-    if created_claim(state.run) and (why := unbound(claim, problems, state.now)):
+    if resources.created_claim(state.run) and (
+        why := resources.unbound(claim, problems, state.now)
+    ):
         return Obstacle(Reason.CLAIM_PENDING, why)
     return None
 
@@ -258,16 +228,16 @@ def _deleted_claim(state: State) -> Obstacle | None:
     """
     if not state.claim_lost:
         return None
-    name, saved = claim_name(state.run), state.status.checkpoint
-    gone = state.observed.child(CLAIM_KIND, name) is None
-    if kept_pods(state) or (saved and state.pods and not gone):
+    name, saved = resources.claim_name(state.run), state.status.checkpoint
+    gone = state.observed.child(resources.CLAIM_KIND, name) is None
+    if situation.kept_pods(state) or (saved and state.pods and not gone):
         # The pods still mount it: they are the last way to the data.
         return Obstacle(
             Reason.CHECKPOINTS_LOST,
             f"volume claim {name} was deleted: its checkpoints are lost when the pods of the run "
             f"end. Copy them now (kubectl cp from pod {_saver(state)}, folder /checkpoints)",
         )
-    if users_claim_of(state.run):
+    if resources.users_claim_of(state.run):
         lacks = "does not exist" if gone else "is being deleted"
         waits = f"waiting for volume claim {name} (checkpoint.volumeClaim), which {lacks}: create"
         if saved is None:
@@ -297,24 +267,24 @@ def _saver(state: State) -> str:
     return state.head.name if state.head else next((pod.name for pod in state.pods), "of the run")
 
 
-def _obstacle_met(run: AgenticRun, error: ClusterError) -> Obstacle:
+def _obstacle_met(run: AgenticRun, error: errors.ClusterError) -> Obstacle:
     """Return the obstacle that an attempt to create the children met.
 
     What the apiserver rejects as invalid is final, unless KubeRay is too old, or the run has
     trained: the apiserver accepted the same objects then.
     """
     message = str(error)
-    if isinstance(error, NotServed):
+    if isinstance(error, errors.NotServed):
         return KUBERAY_MISSING
-    if isinstance(error, NamespaceGone):
+    if isinstance(error, errors.NamespaceGone):
         return Obstacle(
             Reason.NAMESPACE_GONE,
             f"nothing can be created in namespace {run.metadata.namespace}, because it is being "
             f"deleted or does not exist: apply the run in another namespace ({message})",
         )
-    if not isinstance(error, Refused):
+    if not isinstance(error, errors.Refused):
         # The apiserver has accepted the objects of a run that has trained.
-        final = isinstance(error, TooLarge) and run.status.job is None
+        final = isinstance(error, errors.TooLarge) and run.status.job is None
         return Obstacle(_reason_of(error), message, final=final)
     if unknown := _fields_unknown_to_kuberay(run, message):
         return Obstacle(
@@ -327,7 +297,7 @@ def _obstacle_met(run: AgenticRun, error: ClusterError) -> Obstacle:
     return Obstacle(Reason.INVALID_CONFIG, message, final=True)
 
 
-def _reason_of(error: ClusterError) -> Reason:
+def _reason_of(error: errors.ClusterError) -> Reason:
     found = (reason for kind, reason in _BY_ERROR.items() if isinstance(error, kind))
     return next(found, Reason.DENIED)
 
@@ -352,7 +322,7 @@ def report_obstacle(state: State, obstacle: Obstacle) -> Result:
     """Show the obstacle in the status, once as an event, and look again later."""
     before = state.status.obstacle
     same = before is not None and before.reason == obstacle.reason
-    since = before.since if before and same else format_time(state.now)
+    since = before.since if before and same else times.format_time(state.now)
     age = state.seconds_since(since) if same else 0.0
     retried = obstacle.reason in _RETRIED or not obstacle.needs_action
     result = Result(
@@ -396,16 +366,16 @@ def provision(state: State) -> Result:
     run, children = state.run, state.observed.children
     result = Result(fields={"obstacle": None})
     if _needs_tokens(state):
-        result |= Result(tokens=tokens_secret(run, state.key))
+        result |= Result(tokens=resources.tokens_secret(run, state.key))
     if any(found is None for found in children.values()):
-        tokens = tokens_name(run, state.key.id)
-        claim = state.observed.child(CLAIM_KIND, claim_name(run))
-        desired = desired_children(run, state.images, tokens, claim)
+        tokens = resources.tokens_name(run, state.key.id)
+        claim = state.observed.child(resources.CLAIM_KIND, resources.claim_name(run))
+        desired = resources.desired_children(run, state.images, tokens, claim)
         missing = {child for child, found in children.items() if found is None}
         create = tuple(manifest for manifest in desired if Child.of(manifest) in missing)
         result |= Result(create=create)
     if state.status.start_time is None:
-        result |= Result(fields={"start_time": format_time(state.now)})
+        result |= Result(fields={"start_time": times.format_time(state.now)})
         if run.status.job is None:
             result |= _begin(state)
     if state.status.phase is Phase.PENDING:
@@ -422,7 +392,7 @@ def _begin(state: State) -> Result:
         fields={
             "max_steps": steps,
             "progress": f"0/{steps}",
-            "volume_claim": checkpoint_claim_name(state.run),
+            "volume_claim": resources.checkpoint_claim_name(state.run),
         },
         conditions={
             ConditionType.COMPLETE: Said("False", Reason.NOT_FINISHED),
@@ -432,12 +402,12 @@ def _begin(state: State) -> Result:
 
 
 def _report_reused_claim(state: State) -> Result:
-    checkpoint = storage_of(state.run)
+    checkpoint = resources.storage_of(state.run)
     result = Result()
     for child, manifest in state.observed.children.items():
-        if checkpoint is None or manifest is None or not is_retained(state.run, manifest):
+        if checkpoint is None or manifest is None or not resources.is_retained(state.run, manifest):
             continue
-        if made_by(state.run, manifest):
+        if resources.made_by(state.run, manifest):
             continue
         fresh = checkpoint.resume in ("Auto", "Never")
         start = (
@@ -468,7 +438,7 @@ def _needs_tokens(state: State) -> bool:
         for pod in state.pods
     )
     due = sent is None or state.seconds_since(sent) >= TOKENS_SECONDS
-    return waits and due and key_id_of(state.run, cluster) == state.key.id
+    return waits and due and resources.key_id_of(state.run, cluster) == state.key.id
 
 
 def _report_cluster(state: State) -> Result:
@@ -504,7 +474,7 @@ def scale(state: State, rescaling: Rescaling) -> Result:
         said = Said("False", Reason.NOT_RESCALED, message, event="Normal", each_message=True)
     result = Result(conditions={ConditionType.SUSPENDED: said})
     cluster, progress = state.cluster, state.progress
-    if cluster is None or is_deleting(cluster) or progress is None or state.scaling_error:
+    if cluster is None or resources.is_deleting(cluster) or progress is None or state.scaling_error:
         return result
     pools = progress.pools or {}
     due = {
@@ -522,10 +492,11 @@ def scale(state: State, rescaling: Rescaling) -> Result:
         for name in _surplus(state, role, wanted, pools[role])
     ]
     removed = f"; these pods are removed: {', '.join(surplus)}" if surplus else ""
-    message = f"{describe(due)}, and the run continues{removed}"
+    message = f"{situation.describe(due)}, and the run continues{removed}"
     numbers = {role: wanted for role, (_, wanted) in due.items()}
     return result | Result(
-        cluster=rescaled(cluster, numbers, surplus), events=(note(Reason.SCALED, message),)
+        cluster=resources.rescaled(cluster, numbers, surplus),
+        events=(note(Reason.SCALED, message),),
     )
 
 
@@ -551,17 +522,17 @@ def repair(state: State, *, numbers: bool = True) -> Result:
         numbers: False to leave the numbers of pods as they are: no attempt needs them.
     """
     cluster = state.cluster
-    if cluster is None or is_deleting(cluster) or state.scaling_error:
+    if cluster is None or resources.is_deleting(cluster) or state.scaling_error:
         return Result()
-    changes = changes_by_others(state.run, cluster, numbers=numbers)
+    changes = resources.changes_by_others(state.run, cluster, numbers=numbers)
     if not changes:
         return Result()
     wait = state.wait_to_repeat(state.observed.cluster_changed_at)
     if wait > 0:
         return Result(look_after=wait)
-    edit = Edit(Child("RayCluster", state.name), changes, editor_of(cluster))
+    edit = Edit(Child("RayCluster", state.name), changes, resources.editor_of(cluster))
     return Result(
-        cluster=repaired(state.run, cluster, numbers=numbers),
+        cluster=resources.repaired(state.run, cluster, numbers=numbers),
         events=(warning(Reason.CLUSTER_REPAIRED, f"{edit}. The operator puts it back"),),
     )
 
@@ -583,7 +554,7 @@ def ask_to_delete(state: State, delete: Delete) -> Result:
     pause = _pause(age, soon=reason in _RETRIED)
     wait = pause - state.seconds_since(trouble.asked_at)
     # A request that is under way is not sent again: this reads its answer.
-    due = wait <= 0 or isinstance(trouble.error, Unanswered)
+    due = wait <= 0 or isinstance(trouble.error, errors.Unanswered)
     message = f"{child.kind} {child.name} cannot be deleted: {trouble.error}"
     return Result(
         delete=(delete,) if due else (),
@@ -625,7 +596,7 @@ def delete_cluster(state: State, why: str = "") -> Result:
     if cluster is None:
         return Result()
     child, metadata = Child("RayCluster", state.name), cluster["metadata"]
-    if is_deleting(cluster):
+    if resources.is_deleting(cluster):
         finalizers = metadata.get("finalizers") or ()
         return _still_there(state, child, metadata["deletionTimestamp"], finalizers)
     uid = metadata["uid"]
@@ -644,11 +615,16 @@ def remove_budget(state: State) -> Result:
 
     Unless they are the last way to its checkpoints.
     """
-    child = budget_of(state.run)
+    child = resources.budget_of(state.run)
     found = state.observed.children.get(child) if child else None
-    if child is None or found is None or is_deleting(found) or not is_own(state.run, found):
+    if (
+        child is None
+        or found is None
+        or resources.is_deleting(found)
+        or not resources.is_own(state.run, found)
+    ):
         return Result()
-    if kept_pods(state):
+    if situation.kept_pods(state):
         return Result()
     return ask_to_delete(state, Delete(child, found["metadata"]["uid"]))
 
@@ -680,7 +656,7 @@ def remove_stuck(state: State) -> Result:
         if not _was_asked(state, pod.uid):
             message = (
                 f"pod {pod.name} is removed: node {pod.node} has not ended it "
-                f"{format_span(60)} after its grace period"
+                f"{times.format_span(60)} after its grace period"
             )
             result |= Result(events=(warning(Reason.NODE_LOST, message),))
     return result

@@ -10,22 +10,11 @@ from agenticrun_api import AgenticRun, ConditionType, Metadata, Phase, Reason
 from agenticrun_api.load import damaged_control_fields, repair_status
 from agenticrun_api.status import RayClusterStatus
 from agenticrun_api.version import __version__, is_supported
-from agenticrun_operator.errors import ClusterError
+from agenticrun_operator import errors, resources
 from agenticrun_operator.observed import Observed
-from agenticrun_operator.planning.attempt import Continues, Succeeded, begin, follow
-from agenticrun_operator.planning.children import (
-    Obstacle,
-    delete_cluster,
-    find_obstacle,
-    provision,
-    remove_budget,
-    remove_ownerless,
-    remove_stuck,
-    repair,
-    report_obstacle,
-    report_undeleted,
-    scale,
-)
+from agenticrun_operator.planning import attempt, children, situation, stopping, times
+from agenticrun_operator.planning.attempt import Continues, Succeeded
+from agenticrun_operator.planning.children import Obstacle
 from agenticrun_operator.planning.result import (
     Plan,
     Result,
@@ -36,46 +25,8 @@ from agenticrun_operator.planning.result import (
     text,
     warning,
 )
-from agenticrun_operator.planning.situation import (
-    Deleted,
-    Ended,
-    Queued,
-    Rescaling,
-    Restarting,
-    Running,
-    Situation,
-    Starting,
-    State,
-    Stopping,
-    WithoutPods,
-    find_rescaling,
-    find_situation,
-    is_damaged,
-    kept_pods,
-    record,
-)
-from agenticrun_operator.planning.stopping import (
-    check_startup,
-    clean_up,
-    conclude,
-    end_deleted,
-    fail,
-    is_stopped,
-    refuse_stop,
-    resume,
-    stop,
-    succeed,
-    wait_in_queue,
-    without_pods,
-)
-from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import (
-    Event,
-    Manifest,
-    OperatorKey,
-    WorkerImages,
-    replicas_in,
-)
+from agenticrun_operator.planning.situation import State
+from agenticrun_operator.resources import Event, Manifest, OperatorKey, WorkerImages
 
 SAFETY_NET_SECONDS = 30.0
 """Seconds between looks at a run that only waits for watch events, in case one is lost."""
@@ -98,8 +49,8 @@ def plan(
     now: datetime,
     images: WorkerImages,
     key: OperatorKey,
-    creation_error: ClusterError | None = None,
-    scaling_error: ClusterError | None = None,
+    creation_error: errors.ClusterError | None = None,
+    scaling_error: errors.ClusterError | None = None,
 ) -> Plan:
     """Return the plan for one run.
 
@@ -114,20 +65,22 @@ def plan(
         scaling_error: the same for the change of the RayCluster. The new plan does not change it.
     """
     state = State(run, run.status, observed, now, images, key, creation_error, scaling_error)
-    state = record(_remember_refusal(state))
+    state = situation.record(_remember_refusal(state))
     result = Result(fields=_changed(run, state))
-    if is_damaged(run.status):
+    if situation.is_damaged(run.status):
         message = "the phase of an ended run was written by another client: the run continues"
         result |= Result(events=(warning(Reason.STATUS_REPAIRED, message),))
-    rescaling = find_rescaling(state)
-    situation = find_situation(state, rescaling)
-    if is_stopped(state) and not isinstance(situation, Deleted | Ended | Stopping | WithoutPods):
-        resumed = resume(state)
+    rescaling = situation.find_rescaling(state)
+    current = situation.find_situation(state, rescaling)
+    if stopping.is_stopped(state) and not isinstance(
+        current, situation.Deleted | situation.Ended | situation.Stopping | situation.WithoutPods
+    ):
+        resumed = stopping.resume(state)
         result |= resumed
         state = state.with_fields(dict(resumed.fields))
-        situation = find_situation(state, rescaling)
-    result |= _decide(state, situation, rescaling)
-    result |= report_undeleted(state, result) | _record_cluster(state, result)
+        current = situation.find_situation(state, rescaling)
+    result |= _decide(state, current, rescaling)
+    result |= children.report_undeleted(state, result) | _record_cluster(state, result)
     return finish(run.status, result, run.metadata.generation, now, observed.last_status_write)
 
 
@@ -153,35 +106,39 @@ def _record_cluster(state: State, result: Result) -> Result:
     cluster = result.cluster or state.cluster
     if cluster is None or state.status.phase.finished:
         return Result()
-    replicas = replicas_in(state.run, cluster)
+    replicas = resources.replicas_in(state.run, cluster)
     uid = cluster["metadata"]["uid"]
     known = RayClusterStatus(name=state.name, uid=uid, replicas=replicas)
     return Result(fields={"ray_cluster": known})
 
 
-def _decide(state: State, situation: Situation, rescaling: Rescaling) -> Result:
+def _decide(state: State, current: situation.Situation, rescaling: situation.Rescaling) -> Result:
     """Return what follows from the situation."""
-    match situation:
-        case Deleted() if "orphan" in state.run.metadata.finalizers:
-            return end_deleted(state)
-        case Deleted():
-            return _keep_own(state, end_deleted(state))
-        case Ended():
-            ended = clean_up(state) | remove_budget(state) | remove_ownerless(state)
+    match current:
+        case situation.Deleted() if "orphan" in state.run.metadata.finalizers:
+            return stopping.end_deleted(state)
+        case situation.Deleted():
+            return _keep_own(state, stopping.end_deleted(state))
+        case situation.Ended():
+            ended = (
+                stopping.clean_up(state)
+                | children.remove_budget(state)
+                | children.remove_ownerless(state)
+            )
             return _keep_own(state, ended)
     always = Result(look_after=SAFETY_NET_SECONDS) | _accept(state)
-    always |= remove_stuck(state) | remove_ownerless(state)
-    match situation:
-        case Stopping(cause):
-            stopped = always | _report_pods(state) | stop(state, cause)
+    always |= children.remove_stuck(state) | children.remove_ownerless(state)
+    match current:
+        case situation.Stopping(cause):
+            stopped = always | _report_pods(state) | stopping.stop(state, cause)
             return _keep_own(state, stopped, numbers=True)
-        case WithoutPods(cause):
-            return _keep_own(state, always | without_pods(state, cause))
-        case Queued(until):
-            return _keep_own(state, always | wait_in_queue(state, until))
-        case Running():
+        case situation.WithoutPods(cause):
+            return _keep_own(state, always | stopping.without_pods(state, cause))
+        case situation.Queued(until):
+            return _keep_own(state, always | stopping.wait_in_queue(state, until))
+        case situation.Running():
             return always | _run(state, rescaling)
-        case Starting() | Restarting():
+        case situation.Starting() | situation.Restarting():
             return always | _start(state)
 
 
@@ -194,52 +151,54 @@ def _keep_own(state: State, result: Result, *, numbers: bool = False) -> Result:
         numbers: True to put back the numbers of its pods, too.
     """
     goes_now = any(delete.child.kind == "RayCluster" for delete in result.delete)
-    return result if goes_now else result | repair(state, numbers=numbers)
+    return result if goes_now else result | children.repair(state, numbers=numbers)
 
 
-def _run(state: State, rescaling: Rescaling) -> Result:
+def _run(state: State, rescaling: situation.Rescaling) -> Result:
     """Follow an attempt, and keep its objects in order."""
     result = _report_pods(state)
-    obstacle = find_obstacle(state)
-    result |= provision(state) if obstacle is None else report_obstacle(state, obstacle)
+    obstacle = children.find_obstacle(state)
+    result |= (
+        children.provision(state) if obstacle is None else children.report_obstacle(state, obstacle)
+    )
     result |= _next_deadline(state)
-    match follow(state):
+    match attempt.follow(state):
         case Succeeded(message):
-            return result | succeed(state, message)
+            return result | stopping.succeed(state, message)
         case Continues(continued):
             result |= continued
             if obstacle is None:
-                result |= repair(state) | scale(state, rescaling)
+                result |= children.repair(state) | children.scale(state, rescaling)
         case over:
-            result |= conclude(state, over)
+            result |= stopping.conclude(state, over)
             if "completion_time" in result.fields:
                 return result
     shown = {"message": text(obstacle.message)} if obstacle else {}
-    return result | Result(fields=shown) | refuse_stop(state)
+    return result | Result(fields=shown) | stopping.refuse_stop(state)
 
 
 def _start(state: State) -> Result:
     """Make the run's objects, and begin an attempt when its pods are ready."""
-    obstacle = find_obstacle(state)
+    obstacle = children.find_obstacle(state)
     if obstacle and obstacle.final:
-        return fail(state, obstacle.reason, obstacle.message)
+        return stopping.fail(state, obstacle.reason, obstacle.message)
     result = _next_deadline(state)
     if obstacle is None:
-        result |= provision(state) | repair(state)
+        result |= children.provision(state) | children.repair(state)
         state = state.with_fields(dict(result.fields))
     if obstacle is None or state.status.job or state.cluster:
         result |= _report_pods(state)
     if obstacle is None or (state.status.job and not _holds(obstacle)):
-        result |= begin(state)
-    if not kept_pods(state):
-        checked = check_startup(state)
+        result |= attempt.begin(state)
+    if not situation.kept_pods(state):
+        checked = stopping.check_startup(state)
         if checked.delete:  # the run gives its pods back, and waits
             return result | checked
         result |= checked
     if obstacle and "completion_time" not in result.fields:
-        result |= report_obstacle(state, obstacle)
+        result |= children.report_obstacle(state, obstacle)
         if obstacle.rebuild:
-            result |= delete_cluster(state)
+            result |= children.delete_cluster(state)
     return result
 
 
@@ -299,7 +258,7 @@ def _accept(state: State) -> Result:
     return Result(conditions={ConditionType.ACCEPTED: said})
 
 
-def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) -> Plan:
+def plan_unreadable(document: Manifest, faults: tuple[str, ...], now: datetime) -> Plan:
     """Return a plan for a run whose spec this operator cannot read.
 
     A run that has not started fails: the CRD cannot express every rule. One that has started was
@@ -312,7 +271,7 @@ def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) 
     known = repair_status(stored)
     if metadata.deletion_timestamp or known.phase.finished:
         return Plan()
-    message = "; ".join(errors)
+    message = "; ".join(faults)
     fields: dict[str, Any] = {}
     started = stored.get("phase", "Pending") != "Pending" or bool(
         {"job", "startTime", "nextRetryTime"} & stored.keys()
@@ -321,7 +280,7 @@ def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) 
         event = Event(Reason.INVALID_CONFIG, f"status is damaged: {message}"[:1024], "Warning")
         return Plan(events=(event,))  # a write would delete the readable rest of these fields
     if not started:
-        fields = {"phase": Phase.FAILED, "completion_time": format_time(now)}
+        fields = {"phase": Phase.FAILED, "completion_time": times.format_time(now)}
         fields["observed_generation"] = metadata.generation
         said = {
             ConditionType.PROGRESSING: Said("False", Reason.INVALID_CONFIG, message),
@@ -342,7 +301,7 @@ def plan_unreadable(document: Manifest, errors: tuple[str, ...], now: datetime) 
     if before == after:
         return Plan()
     fields |= {"message": text(message), "conditions": in_order(after.values())}
-    fields["last_update_time"] = format_time(now)
+    fields["last_update_time"] = times.format_time(now)
     return Plan(
         status=known.model_copy(update=fields),
         events=(warning(Reason.INVALID_CONFIG, message),),

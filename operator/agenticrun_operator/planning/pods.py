@@ -21,10 +21,11 @@ from datetime import datetime
 from agenticrun_api import AgenticRun, Reason, Role
 from agenticrun_api.base import one_line
 from agenticrun_api.status import RoleStatus
+from agenticrun_operator import resources
 from agenticrun_operator.observed import Observed, Pod, Problem
+from agenticrun_operator.planning import times
 from agenticrun_operator.planning.snapshot import own_progress
-from agenticrun_operator.planning.times import parse_time
-from agenticrun_operator.resources import WorkerImages, images_in
+from agenticrun_operator.resources import WorkerImages
 
 REJOIN_SECONDS = 60.0
 """Time in which worker pods join the new head after the loss of one."""
@@ -64,7 +65,7 @@ def report_roles(
         now: the current time.
     """
     cluster = observed.own_cluster(run)
-    in_use = images_in(cluster) if cluster else {}
+    in_use = resources.images_in(cluster) if cluster else {}
     ours = [pod for pod in observed.pods if pod.orphan or pod.run_uid == run.metadata.uid]
     progress = own_progress(run, observed.progress)
     pools = (progress.pools if progress else None) or {}
@@ -182,8 +183,8 @@ def _not_created(run: AgenticRun, observed: Observed, now: datetime) -> Problem 
     if cluster is None or existing >= wanted:
         return None
     known = run.status.pods
-    times = [cluster["metadata"].get("creationTimestamp"), known.since if known else None]
-    missing_since = max((parse_time(time) for time in times if time), default=now)
+    moments = [cluster["metadata"].get("creationTimestamp"), known.since if known else None]
+    missing_since = max((times.parse_time(time) for time in moments if time), default=now)
     if (known and known.ready) or (now - missing_since).total_seconds() < CREATION_SECONDS:
         return None
     return Problem(
@@ -205,8 +206,10 @@ def joined_earlier_head(pod: Pod, head: Pod, now: datetime) -> bool:
     restarted = head.incarnation is not None and head.incarnation.restarts > 0
     if pod.created_at >= head.created_at and not restarted:
         return False
-    start = parse_time(head.started_at)
-    return parse_time(pod.started_at) < start and (now - start).total_seconds() < REJOIN_SECONDS
+    start = times.parse_time(head.started_at)
+    return (
+        times.parse_time(pod.started_at) < start and (now - start).total_seconds() < REJOIN_SECONDS
+    )
 
 
 def may_run(pod: Pod, now: datetime) -> bool:
@@ -216,6 +219,6 @@ def may_run(pod: Pod, now: datetime) -> bool:
 
 def is_stuck(pod: Pod, now: datetime) -> bool:
     """Return True if the pod is long past its grace period."""
-    return pod.gone_by is not None and (now - parse_time(pod.gone_by)).total_seconds() > (
+    return pod.gone_by is not None and (now - times.parse_time(pod.gone_by)).total_seconds() > (
         STUCK_SECONDS
     )

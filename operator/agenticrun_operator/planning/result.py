@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from agenticrun_api import AgenticRunStatus, Condition, ConditionType, LiveConfig, Reason
 from agenticrun_api.status import RoleStatus
-from agenticrun_operator.planning.times import format_time
+from agenticrun_operator.planning import times
 from agenticrun_operator.resources import Child, Event, Manifest
 
 SOFT_WRITE_SECONDS = 10.0
@@ -251,7 +251,7 @@ def finish(
         interval = None
     written = None
     if interval is not None:
-        written = status.model_copy(update={"last_update_time": format_time(now)})
+        written = status.model_copy(update={"last_update_time": times.format_time(now)})
     return Plan(
         tokens=result.tokens,
         create=result.create,
@@ -293,7 +293,9 @@ def condition(
         status=said.status,
         reason=str(said.reason),
         message=said.message[:MAX_CONDITION_MESSAGE],
-        last_transition_time=before.last_transition_time if before and kept else format_time(now),
+        last_transition_time=before.last_transition_time
+        if before and kept
+        else times.format_time(now),
         observed_generation=generation,
     )
 

@@ -24,7 +24,7 @@ from agenticrun_api import (
 )
 from agenticrun_api.roles import SAVES
 from agenticrun_api.status import JobStatus, PodsStatus, StopCause, StopStatus
-from agenticrun_operator.errors import ClusterError, RightMissing
+from agenticrun_operator import errors, resources
 from agenticrun_operator.observed import (
     Incarnation,
     Job,
@@ -32,21 +32,11 @@ from agenticrun_operator.observed import (
     Pod,
     Unreachable,
 )
+from agenticrun_operator.planning import times
 from agenticrun_operator.planning.pods import RolesReport, report_roles
 from agenticrun_operator.planning.result import RequestStop
 from agenticrun_operator.planning.snapshot import own_progress, snapshot_fields
-from agenticrun_operator.planning.times import format_time, parse_time
-from agenticrun_operator.resources import (
-    CLAIM_KIND,
-    Child,
-    Manifest,
-    OperatorKey,
-    WorkerImages,
-    claim_name,
-    is_deleting,
-    replicas_in,
-    storage_of,
-)
+from agenticrun_operator.resources import Child, Manifest, OperatorKey, WorkerImages
 
 REPEAT_SECONDS = 30.0
 """Time after which a request without effect is repeated."""
@@ -67,8 +57,8 @@ class State:
     now: datetime
     images: WorkerImages
     key: OperatorKey
-    creation_error: ClusterError | None = None
-    scaling_error: ClusterError | None = None
+    creation_error: errors.ClusterError | None = None
+    scaling_error: errors.ClusterError | None = None
 
     @property
     def name(self) -> str:
@@ -125,8 +115,8 @@ class State:
 
         Compared with other such times only: the clocks of nodes differ.
         """
-        times = [parse_time(pod.created_at) for pod in self.savers if pod.created_at]
-        return format_time(max(times)) if times else None
+        moments = [times.parse_time(pod.created_at) for pod in self.savers if pod.created_at]
+        return times.format_time(max(moments)) if moments else None
 
     @cached_property
     def roles(self) -> RolesReport:
@@ -139,19 +129,19 @@ class State:
         known, ready = self.status.pods, self.roles.ready
         if known and known.ready is ready:
             return known
-        return PodsStatus(ready=ready, since=format_time(self.now))
+        return PodsStatus(ready=ready, since=times.format_time(self.now))
 
     @cached_property
     def waiting_since(self) -> datetime | None:
         """Return when the run began to wait for its pods; None if all are ready or it has none."""
         if self.cluster is None or self.roles.ready:
             return None
-        times = [
+        moments = [
             self.cluster["metadata"].get("creationTimestamp"),
             self.pods_since.since,
             self.status.next_retry_time,
         ]
-        return max(parse_time(time) for time in times if time)
+        return max(times.parse_time(time) for time in moments if time)
 
     @property
     def has_enough_pods(self) -> bool:
@@ -185,16 +175,16 @@ class State:
             return None
         known = self.stored.obstacle
         if known and known.reason == Reason.PROGRESS_UNAVAILABLE:
-            return parse_time(known.since)
+            return times.parse_time(known.since)
         return self.now
 
     @cached_property
     def claim_lost(self) -> bool:
         """True if the volume claim of the checkpoints was deleted, or is being deleted."""
-        child = Child(CLAIM_KIND, claim_name(self.run))
+        child = Child(resources.CLAIM_KIND, resources.claim_name(self.run))
         claim = self.observed.children.get(child)
         gone = child in self.observed.children and claim is None
-        return gone or (claim is not None and is_deleting(claim))
+        return gone or (claim is not None and resources.is_deleting(claim))
 
     def with_fields(self, fields: dict[str, Any]) -> State:
         """Return the state with other fields of the status."""
@@ -203,7 +193,7 @@ class State:
 
     def seconds_since(self, time: str | datetime | None) -> float:
         """Return the age of a time in seconds; 0 if there is none."""
-        moment = parse_time(time) if isinstance(time, str) else time
+        moment = times.parse_time(time) if isinstance(time, str) else time
         return (self.now - moment).total_seconds() if moment else 0.0
 
     def wait_to_repeat(self, asked: datetime | None) -> float:
@@ -290,8 +280,8 @@ def find_situation(state: State, rescaling: Rescaling) -> Situation:
     if cause := find_cause(state, rescaling):
         return Stopping(cause) if state.has_attempt else WithoutPods(cause)
     retry = state.status.next_retry_time
-    if state.status.phase is Phase.PENDING and retry and parse_time(retry) > state.now:
-        return Queued(parse_time(retry))
+    if state.status.phase is Phase.PENDING and retry and times.parse_time(retry) > state.now:
+        return Queued(times.parse_time(retry))
     if state.has_attempt:
         return Running()
     return Starting() if state.status.job is None else Restarting()
@@ -315,7 +305,7 @@ def find_cause(state: State, rescaling: Rescaling) -> Cause | None:
         )
     limit, start = run.spec.active_deadline_seconds, state.status.start_time
     if limit is not None and start is not None:
-        end = parse_time(start) + timedelta(seconds=limit)
+        end = times.parse_time(start) + timedelta(seconds=limit)
         if end <= state.now:
             return _cause(state, kinds.DEADLINE, "activeDeadlineSeconds is over", end)
     if rescaling.restart and not kept_pods(state):
@@ -334,22 +324,22 @@ _REASONS = {
 def _cause(state: State, kind: StopCause, text: str, since: datetime | None = None) -> Cause:
     known = state.status.stopping
     if since is None:
-        known_since = parse_time(known.since) if known and known.cause is kind else None
+        known_since = times.parse_time(known.since) if known and known.cause is kind else None
         since = known_since or state.now.replace(microsecond=0)
     return Cause(kind, *_REASONS[kind], text, since)
 
 
 def stop_status(cause: Cause) -> StopStatus:
     """Return what the status remembers of a stop."""
-    return StopStatus(cause=cause.kind, since=format_time(cause.since))
+    return StopStatus(cause=cause.kind, since=times.format_time(cause.since))
 
 
 def kept_pods(state: State) -> bool:
     """Return True if the run's pods are the last way to its checkpoints."""
     if not state.claim_lost or state.has_attempt:
         return state.claim_lost
-    gone = state.observed.child(CLAIM_KIND, claim_name(state.run)) is None
-    goes = state.cluster is None or is_deleting(state.cluster)
+    gone = state.observed.child(resources.CLAIM_KIND, resources.claim_name(state.run)) is None
+    goes = state.cluster is None or resources.is_deleting(state.cluster)
     return bool(state.status.checkpoint and state.pods) and not gone and not goes
 
 
@@ -377,7 +367,7 @@ def find_rescaling(state: State) -> Rescaling:
     has learnt.
     """
     run = state.run
-    made = replicas_in(state.run, state.cluster) if state.cluster else {}
+    made = resources.replicas_in(state.run, state.cluster) if state.cluster else {}
     changes = {
         Role(name): (made[name], wanted)
         for name, wanted in run.spec.roles.elastic.items()
@@ -389,7 +379,7 @@ def find_rescaling(state: State) -> Rescaling:
     if begun and begun.cause is StopCause.RESCALE:
         return Rescaling(changes, restart=True, text=text)
     error = state.scaling_error
-    if error is not None and not isinstance(error, RightMissing):
+    if error is not None and not isinstance(error, errors.RightMissing):
         # What denies or refuses this RayCluster would do so with a new one, too.
         return Rescaling(changes, text=text, kept=str(error))
     why = str(error or "") or _why_driver_cannot_follow(state, changes)
@@ -429,7 +419,7 @@ def _would_be_lost(state: State) -> str | None:
     """Return why a run that trains would lose what it has learnt in a restart, or None."""
     if not state.has_attempt:
         return None
-    if storage_of(state.run) is None:
+    if resources.storage_of(state.run) is None:
         return "it saves no checkpoints"
     if not state.status.step:
         return "it has made no step yet that could be saved"
@@ -466,11 +456,11 @@ def record(state: State) -> State:
     if not (job.status or isinstance(seen, Job)):  # what is replaced before it began is no loss
         changes["newest_pod_time"] = state.newest_pod_time or job.newest_pod_time
     if job.end_time is None and (report or _has_ended(state)):
-        changes["end_time"] = state.observed.end_time or format_time(state.now)
+        changes["end_time"] = state.observed.end_time or times.format_time(state.now)
     if progress and not is_silent(progress):
         changes["unknown_since"] = None
     else:
-        changes["unknown_since"] = job.unknown_since or format_time(state.now)
+        changes["unknown_since"] = job.unknown_since or times.format_time(state.now)
     disruption, known = _disruption_now(state), job.disruption
     if known and not disruption and _has_recovered(state):
         known = ""
@@ -481,9 +471,9 @@ def record(state: State) -> State:
     stopping, asked = state.status.stopping, job.stop_requested_time
     if stopping and sent_at is not None and last == RequestStop(job.submission_id):
         # The first request counts: it is repeated in case the reporter has lost it.
-        since = parse_time(stopping.since)
-        if sent_at >= since and (asked is None or parse_time(asked) < since):
-            changes["stop_requested_time"] = format_time(sent_at)
+        since = times.parse_time(stopping.since)
+        if sent_at >= since and (asked is None or times.parse_time(asked) < since):
+            changes["stop_requested_time"] = times.format_time(sent_at)
     return state.with_fields(fields | {"job": job.model_copy(update=changes)})
 
 
@@ -558,7 +548,7 @@ def _disruption_now(state: State) -> str:
         return ""
     if state.observed.cluster_suspended:
         return f"RayCluster {state.name} was suspended"
-    if is_deleting(state.cluster):
+    if resources.is_deleting(state.cluster):
         return f"RayCluster {state.name} was deleted"
     taken = (_taken(state, pod) for pod in state.savers)
     return next(filter(None, taken), "") or _rebooted(state) or _replaced(state)
@@ -630,6 +620,6 @@ def _replaced(state: State) -> str:
     for pod in state.savers:
         if newest is None or pod.role is Role.DRIVER or not pod.created_at:
             continue
-        if parse_time(pod.created_at) > parse_time(newest):
+        if times.parse_time(pod.created_at) > times.parse_time(newest):
             return f"a {pod.role.value} pod was replaced by {pod.name}"
     return ""

@@ -9,7 +9,7 @@ from typing import Any
 from agenticrun_api import Activity, AgenticRun, Progress
 from agenticrun_api.status import Metric
 from agenticrun_operator.observed import NoReport, Unreachable
-from agenticrun_operator.planning.times import format_span, format_time, parse_time
+from agenticrun_operator.planning import times
 
 STATUS_METRICS = 16
 """Maximum number of metrics in the status, because every status write goes to all watchers. The
@@ -46,7 +46,7 @@ def snapshot_fields(progress: Progress) -> dict[str, Any]:
         "reward": _number(progress.reward, "{:.3f}"),
         "tokens_per_second": _number(progress.tokens_per_second, "{:.0f}"),
         "staleness": _number(progress.staleness, "{:.2f}"),
-        "last_step_time": format_time(parse_time(progress.last_step_time))
+        "last_step_time": times.format_time(times.parse_time(progress.last_step_time))
         if progress.last_step_time
         else None,
         "metrics": [
@@ -60,8 +60,11 @@ def snapshot_fields(progress: Progress) -> dict[str, Any]:
     if progress.seconds_per_step is None or progress.last_step_time is None or remaining <= 0:
         return fields | no_end
     seconds = min(remaining * progress.seconds_per_step, timedelta(days=3650).total_seconds())
-    end = parse_time(progress.last_step_time) + timedelta(seconds=seconds)
-    return fields | {"eta": format_span(seconds), "estimated_completion_time": format_time(end)}
+    end = times.parse_time(progress.last_step_time) + timedelta(seconds=seconds)
+    return fields | {
+        "eta": times.format_span(seconds),
+        "estimated_completion_time": times.format_time(end),
+    }
 
 
 def _number(value: float | None, template: str) -> str | None:

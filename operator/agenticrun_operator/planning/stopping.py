@@ -19,27 +19,12 @@ import random
 from datetime import datetime, timedelta
 from typing import Any
 
-from agenticrun_api import Activity, ConditionType, Phase, Reason, Role
-from agenticrun_api.names import KIND
+from agenticrun_api import Activity, ConditionType, Phase, Reason, Role, names
 from agenticrun_api.status import StopCause
+from agenticrun_operator import resources
 from agenticrun_operator.observed import Job, NoJob
-from agenticrun_operator.planning.attempt import (
-    EXIT_SECONDS,
-    POLL_SECONDS,
-    UNREACHABLE_SECONDS,
-    Continues,
-    Over,
-    Succeeded,
-    end,
-    follow,
-    log_tail,
-    report_unreachable,
-    request,
-    restart,
-    stop_job,
-    summarize,
-)
-from agenticrun_operator.planning.children import ask_to_delete, delete_cluster
+from agenticrun_operator.planning import attempt, children, situation, times
+from agenticrun_operator.planning.attempt import Continues, Over, Succeeded
 from agenticrun_operator.planning.result import (
     Delete,
     RequestStop,
@@ -49,14 +34,8 @@ from agenticrun_operator.planning.result import (
     text,
     warning,
 )
-from agenticrun_operator.planning.situation import Cause, State, kept_pods, stop_status
-from agenticrun_operator.planning.times import (
-    backoff_seconds,
-    format_span,
-    format_time,
-    parse_time,
-)
-from agenticrun_operator.resources import CLAIM_KIND, Child, claim_name, is_deleting, storage_of
+from agenticrun_operator.planning.situation import Cause, State
+from agenticrun_operator.resources import Child
 
 MAX_STEP_SECONDS = 1800.0
 """Longest time that a driver gets to end its step, or to save, before its grace period begins."""
@@ -82,19 +61,19 @@ def stop(state: State, cause: Cause) -> Result:
 
     What the driver reports in between counts: the run may succeed, or fail for good.
     """
-    known = Result(fields={"stopping": stop_status(cause)})
+    known = Result(fields={"stopping": situation.stop_status(cause)})
     state = state.with_fields(dict(known.fields))
     if isinstance(state.observed.job, NoJob) and not state.job.status:  # Ray has not got it
         return known | _release(state, cause, Over(cause.done, "the attempt has not begun"))
-    match follow(state):
+    match attempt.follow(state):
         case Succeeded(message):
             return succeed(state, message)
         case Over(retryable=False) as over:
-            return fail(state, over.reason, over.message) | log_tail(state)
+            return fail(state, over.reason, over.message) | attempt.log_tail(state)
         case Over() as over:
             released = _release(state, cause, over)
             if not (over.stopped or over.disruption):
-                released |= Result(events=(warning(over.reason, summarize(state, over)),))
+                released |= Result(events=(warning(over.reason, attempt.summarize(state, over)),))
             return known | released
         case Continues(result):
             if _is_given_up(state, cause):
@@ -103,13 +82,13 @@ def stop(state: State, cause: Cause) -> Result:
                 return known | event | _release(state, cause, Over(cause.done, late))
             asked = Result()
             if state.job.report is None:
-                asked = request(state, RequestStop(state.job.submission_id), cause.since)
+                asked = attempt.request(state, RequestStop(state.job.submission_id), cause.since)
             return known | result | asked | _report_stop(cause)
 
 
 def _release(state: State, cause: Cause, over: Over) -> Result:
     """End the attempt, and release its pods."""
-    ended = end(state, over)
+    ended = attempt.end(state, over)
     released = without_pods(state.with_fields(dict(ended.fields)), cause)
     return ended | released if "completion_time" in released.fields else released | ended
 
@@ -118,7 +97,7 @@ def _report_stop(cause: Cause) -> Result:
     saves = "the driver saves a checkpoint, then the pods go"
     if cause.kind is StopCause.DEADLINE:
         message = f"{cause.text}: the driver saves a checkpoint"
-        return Result(fields={"message": message}, look_after=POLL_SECONDS)
+        return Result(fields={"message": message}, look_after=attempt.POLL_SECONDS)
     return _being_suspended(cause, saves)
 
 
@@ -129,7 +108,7 @@ def _being_suspended(cause: Cause, message: str) -> Result:
         conditions={
             ConditionType.SUSPENDED: Said("Unknown", cause.reason, message, event="Normal")
         },
-        look_after=POLL_SECONDS,
+        look_after=attempt.POLL_SECONDS,
     )
 
 
@@ -143,16 +122,16 @@ def _is_given_up(state: State, cause: Cause) -> bool:
     if cause.kind is StopCause.RESCALE:
         return False
     asked = state.job.stop_requested_time
-    if asked is None or parse_time(asked) < cause.since:
+    if asked is None or times.parse_time(asked) < cause.since:
         trouble = state.observed.job_trouble
         if trouble is None or not isinstance(trouble.action, RequestStop):
             return False
-        return state.seconds_since(max(trouble.since, cause.since)) >= UNREACHABLE_SECONDS
+        return state.seconds_since(max(trouble.since, cause.since)) >= attempt.UNREACHABLE_SECONDS
     waited, progress = state.seconds_since(asked), state.progress
     grace = state.run.spec.grace_seconds(Role.DRIVER)
     if progress is None:
         unknown = state.seconds_since(state.job.unknown_since)
-        return waited > grace and unknown >= UNREACHABLE_SECONDS
+        return waited > grace and unknown >= attempt.UNREACHABLE_SECONDS
     step = progress.seconds_per_step or 0.0
     if progress.activity in _SAVES and (progress.silent_seconds or 0.0) <= SAVE_SILENCE_SECONDS:
         step = MAX_STEP_SECONDS
@@ -166,7 +145,7 @@ def without_pods(state: State, cause: Cause) -> Result:
     """Release the pods of a run that has no attempt, and wait until it is resumed."""
     if cause.kind is StopCause.DEADLINE:
         return exceed_deadline(state)
-    fields = {"stopping": stop_status(cause), "startup_timeouts": 0, "obstacle": None}
+    fields = {"stopping": situation.stop_status(cause), "startup_timeouts": 0, "obstacle": None}
     known = Result(fields=fields)
     said = Said("False", cause.done, cause.text, optional=True, keep_reason=True)
     known |= Result(conditions=dict.fromkeys((ConditionType.TRAINING, ConditionType.STALLED), said))
@@ -175,7 +154,7 @@ def without_pods(state: State, cause: Cause) -> Result:
     message = f"{cause.text}; {_way_out(state, cause)}"
     released = _no_pods(state, cause.done, cause.text)
     if cause.kind is not StopCause.CLUSTER_SUSPENDED:
-        released |= delete_cluster(state)
+        released |= children.delete_cluster(state)
     uid = state.run.metadata.uid
     there = state.cluster and cause.kind is not StopCause.CLUSTER_SUSPENDED
     if there or any(pod.run_uid == uid for pod in state.observed.pods):
@@ -205,11 +184,11 @@ def way_on(state: State) -> str:
     if state.status.job is None:
         return "starts from the beginning"
     if saved and state.claim_lost:
-        claim = claim_name(state.run)
+        claim = resources.claim_name(state.run)
         return f"cannot continue: volume claim {claim} was deleted, and its checkpoints with it"
     if saved:
         return f"resumes from the checkpoint of step {saved.step}"
-    if storage_of(state.run) is None:
+    if resources.storage_of(state.run) is None:
         return "starts again at step 0: it saves no checkpoints"
     return "starts again: it has saved no checkpoint yet"
 
@@ -240,7 +219,7 @@ def resume(state: State) -> Result:
         fields |= {"phase": Phase.RUNNING if running else Phase.STARTING, "pods": state.status.pods}
         message = "the attempt continues; if its driver has begun to stop, it is restarted"
     else:
-        now = format_time(state.now)
+        now = times.format_time(state.now)
         fields |= {
             "phase": Phase.STARTING if job else Phase.PENDING,
             "next_retry_time": now if job else None,
@@ -272,7 +251,7 @@ def check_startup(state: State) -> Result:
     left = limit - state.seconds_since(since)
     if left > 0:
         return Result(look_after=left)
-    late = f"the pods were not ready within {format_span(limit)}: {problem.message}"
+    late = f"the pods were not ready within {times.format_span(limit)}: {problem.message}"
     of_the_run = problem.reason in _ERRORS_OF_THE_RUN and not problem.on_one_node
     if state.status.job is None and of_the_run:
         return fail(state, Reason.STARTUP_DEADLINE_EXCEEDED, late)
@@ -281,27 +260,28 @@ def check_startup(state: State) -> Result:
 
 def _check_head(state: State) -> Result:
     """Give the pods back if all are ready, but the head does not answer for long."""
-    silent = report_unreachable(state)
+    silent = attempt.report_unreachable(state)
     if silent is None:
         return Result()
-    left = UNREACHABLE_SECONDS - state.seconds_since(state.unreachable_since)
+    left = attempt.UNREACHABLE_SECONDS - state.seconds_since(state.unreachable_since)
     if left > 0:
         return Result(look_after=left)
-    late = f"the pods wait for {format_span(UNREACHABLE_SECONDS)}: {silent.fields['message']}"
+    waited = times.format_span(attempt.UNREACHABLE_SECONDS)
+    late = f"the pods wait for {waited}: {silent.fields['message']}"
     return _give_back(state, Reason.PROGRESS_UNAVAILABLE, late)
 
 
 def _give_back(state: State, reason: Reason, late: str) -> Result:
     timeouts = state.status.startup_timeouts + 1
-    wait = backoff_seconds(timeouts - 1, FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS)
+    wait = times.backoff_seconds(timeouts - 1, FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS)
     wait *= random.Random(f"{state.run.metadata.uid}/{timeouts}").uniform(0.5, 1.5)
     message = f"{late}; they are given back, and the run tries again (time {timeouts + 1})"
-    event = warning(reason, f"{message} in {format_span(wait)}")
+    event = warning(reason, f"{message} in {times.format_span(wait)}")
     fields = {
         "phase": Phase.PENDING,
         "message": text(message),
         "startup_timeouts": timeouts,
-        "next_retry_time": format_time(state.now + timedelta(seconds=wait)),
+        "next_retry_time": times.format_time(state.now + timedelta(seconds=wait)),
         "obstacle": None,
     }
     if state.status.job is None:
@@ -309,13 +289,13 @@ def _give_back(state: State, reason: Reason, late: str) -> Result:
     return (
         Result(fields=fields, events=(event,), look_after=wait)
         | _no_pods(state, reason, message)
-        | delete_cluster(state)
+        | children.delete_cluster(state)
     )
 
 
 def wait_in_queue(state: State, until: datetime) -> Result:
     """Delete the RayCluster, should it still be there, and wait."""
-    return delete_cluster(state) | Result(look_after=-state.seconds_since(until))
+    return children.delete_cluster(state) | Result(look_after=-state.seconds_since(until))
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -324,12 +304,12 @@ def wait_in_queue(state: State, until: datetime) -> Result:
 def conclude(state: State, over: Over) -> Result:
     """Restart a run whose attempt is over, or fail it."""
     if not over.retryable:
-        return fail(state, over.reason, over.message) | log_tail(state)
-    result, failure = restart(state, over)
+        return fail(state, over.reason, over.message) | attempt.log_tail(state)
+    result, failure = attempt.restart(state, over)
     if failure:
-        return result | fail(state, failure.reason, failure.message) | log_tail(state)
+        return result | fail(state, failure.reason, failure.message) | attempt.log_tail(state)
     if over.rebuild:
-        result |= delete_cluster(state, f"the RayCluster is built again: {over.rebuild}")
+        result |= children.delete_cluster(state, f"the RayCluster is built again: {over.rebuild}")
     return result
 
 
@@ -370,7 +350,7 @@ def _finish(state: State, phase: Phase, reason: Reason | str, message: str) -> R
         fields={
             "phase": phase,
             "message": text(message),
-            "completion_time": format_time(state.now),
+            "completion_time": times.format_time(state.now),
             "eta": None,
             "estimated_completion_time": None,
             "next_retry_time": None,
@@ -384,7 +364,7 @@ def _finish(state: State, phase: Phase, reason: Reason | str, message: str) -> R
 
 def exceed_deadline(state: State) -> Result:
     """End the run because it has been active for too long."""
-    limit = format_span(state.run.spec.active_deadline_seconds or 0)
+    limit = times.format_span(state.run.spec.active_deadline_seconds or 0)
     saved = state.status.checkpoint
     kept = f"the newest checkpoint is of step {saved.step}" if saved else "there is no checkpoint"
     message = f"the run was active for longer than {limit} (activeDeadlineSeconds); {kept}"
@@ -402,25 +382,28 @@ def clean_up(state: State) -> Result:
     if state.observed.kuberay_missing:
         # The RayCluster may be there when KubeRay's CRDs are back.
         result |= Result(look_after=10.0)
-    elif kept_pods(state):
+    elif situation.kept_pods(state):
         return result | _keep_pods(state)
     elif policy == "Delete":
         result |= _cluster_deleted(state, "the run has finished")
         exiting = isinstance(state.observed.job, Job) and state.observed.job.live
-        if not exiting or ended >= EXIT_SECONDS:
-            result |= delete_cluster(state)
+        if not exiting or ended >= attempt.EXIT_SECONDS:
+            result |= children.delete_cluster(state)
     if (ttl := run.spec.ttl_seconds_after_finished) is None:
         return result
     if ttl > ended:
         return result | Result(look_after=ttl - ended)
-    return result | ask_to_delete(state, Delete(Child(KIND, run.metadata.name), run.metadata.uid))
+    return result | children.ask_to_delete(
+        state, Delete(Child(names.KIND, run.metadata.name), run.metadata.uid)
+    )
 
 
 def _keep_pods(state: State) -> Result:
     """Keep the pods of a run that has ended: they are the last way to its checkpoints."""
     message = (
-        f"the run has ended and keeps its pods: volume claim {claim_name(state.run)} was deleted, "
-        "and its checkpoints are lost when they end. Copy them, then delete the run"
+        "the run has ended and keeps its pods: volume claim "
+        f"{resources.claim_name(state.run)} was deleted, and its checkpoints are lost when they "
+        "end. Copy them, then delete the run"
     )
     said = Said("False", Reason.CHECKPOINTS_LOST, message, event="Warning")
     return Result(conditions={ConditionType.CLUSTER_PROVISIONED: said}, look_after=30.0)
@@ -447,7 +430,11 @@ def end_deleted(state: State) -> Result:
     )
     if "foregroundDeletion" in finalizers:
         return result
-    return result | delete_cluster(state) | _cluster_deleted(state, "the run is being deleted")
+    return (
+        result
+        | children.delete_cluster(state)
+        | _cluster_deleted(state, "the run is being deleted")
+    )
 
 
 def _follow_exit(state: State, ended: float) -> Result:
@@ -456,16 +443,16 @@ def _follow_exit(state: State, ended: float) -> Result:
     if state.status.job is None or not isinstance(seen, Job):
         return Result()
     if seen.live:
-        late = ended >= EXIT_SECONDS
-        stopped = stop_job(state, state.job.submission_id) if late else Result()
+        late = ended >= attempt.EXIT_SECONDS
+        stopped = attempt.stop_job(state, state.job.submission_id) if late else Result()
         return stopped | Result(look_after=2.0)
-    return log_tail(state) if state.status.phase is Phase.FAILED else Result()
+    return attempt.log_tail(state) if state.status.phase is Phase.FAILED else Result()
 
 
 def _cluster_deleted(state: State, why: str) -> Result:
     """Report that the RayCluster is gone, once it is."""
     cluster = state.observed.child("RayCluster", state.name)
-    if cluster is not None and not is_deleting(cluster):
+    if cluster is not None and not resources.is_deleting(cluster):
         return Result()
     gone = Said("False", Reason.CLUSTER_DELETED, why)
     words = f"deleted RayCluster {state.name}: {why}"
@@ -477,12 +464,12 @@ def _cluster_deleted(state: State, why: str) -> Result:
 
 def refuse_stop(state: State) -> Result:
     """Report that the pods stay although spec.suspend is true: they hold the only copy of data."""
-    if not (state.run.spec.suspend and kept_pods(state)):
+    if not (state.run.spec.suspend and situation.kept_pods(state)):
         return Result()
     message = (
-        f"spec.suspend is true, but the run keeps its pods: volume claim {claim_name(state.run)} "
-        f"({CLAIM_KIND}) was deleted, and its checkpoints are lost when they end. Copy them first, "
-        "then delete the run"
+        "spec.suspend is true, but the run keeps its pods: volume claim "
+        f"{resources.claim_name(state.run)} ({resources.CLAIM_KIND}) was deleted, and its "
+        "checkpoints are lost when they end. Copy them first, then delete the run"
     )
     said = Said("False", Reason.CHECKPOINTS_LOST, message, event="Warning")
     return Result(fields={"message": message}, conditions={ConditionType.SUSPENDED: said})
