@@ -18,24 +18,12 @@ from typing import TypeVar
 from agenticrun_api import AgenticRun, Phase, Progress, Reason, names
 from agenticrun_api.base import Model
 from agenticrun_api.masking import mask_secrets
-from agenticrun_operator import errors, metrics, resources
+from agenticrun_operator import errors, metrics, pod_reader, resources
 from agenticrun_operator.cluster import Denied, Head, HeadAddress, Kube, NotServed
 from agenticrun_operator.cluster.transports import PodAddress
-from agenticrun_operator.observed import (
-    Incarnation,
-    LabelledPod,
-    Observed,
-    Pod,
-    Problem,
-    Unreachable,
-    head_name,
-    problem_of_warnings,
-    read_labelled_pod,
-    resolve_pod,
-    seems_incomplete,
-    with_head,
-)
+from agenticrun_operator.observed import Incarnation, Observed, Pod, Problem, Unreachable
 from agenticrun_operator.planning import times
+from agenticrun_operator.pod_reader import LabelledPod
 from agenticrun_operator.resources import Child, Manifest, OperatorKey
 from agenticrun_operator.watch_cache import WatchedObjects
 
@@ -164,7 +152,7 @@ class Observer:
         )
         kuberay_missing = isinstance(found, NotServed)
         cluster = None if isinstance(found, NotServed) else found
-        if cluster is not None and seems_incomplete(pods, cluster):
+        if cluster is not None and pod_reader.seems_incomplete(pods, cluster):
             pods = await self._with_unlabelled(run, pods)
         children: dict[Child, Manifest | None] = {}
         missing_code = None
@@ -233,7 +221,7 @@ class Observer:
     ) -> tuple[LabelledPod, ...]:
         if known is not None:
             return known
-        read = map(read_labelled_pod, await self._kube.list_pods(*run.key))
+        read = map(pod_reader.read_labelled_pod, await self._kube.list_pods(*run.key))
         return tuple(pod for pod in read if pod is not None)
 
     async def _with_unlabelled(
@@ -242,7 +230,7 @@ class Observer:
         """Add the pods without the run's label: KubeRay knows its pods by a label of its own."""
         known = {item.pod.uid for item in pods}
         found = await self._kube.list_pods(*run.key, label=resources.LABEL_CLUSTER)
-        read = map(read_labelled_pod, found)
+        read = map(pod_reader.read_labelled_pod, found)
         more = tuple(item for item in read if item is not None and item.pod.uid not in known)
         return (*pods, *more) if more else pods
 
@@ -265,7 +253,7 @@ class Observer:
         )
         job = run.status.job if cluster is None else None
         submitted_to = Incarnation.parse(job.incarnation) if job else None
-        head = (head_name(cluster), submitted_to.pod_uid if submitted_to else None)
+        head = (pod_reader.head_name(cluster), submitted_to.pod_uid if submitted_to else None)
         before = self._pods.get(run.metadata.uid)
         if before is None or before.owner != (owner, cluster_known):
             before = _ResolvedPods((owner, cluster_known), head, (), {}, ())
@@ -274,10 +262,10 @@ class Observer:
         found = {
             item: before.by_labelled[item]
             if item in before.by_labelled
-            else resolve_pod(item, run, cluster, cluster_known)
+            else pod_reader.resolve_pod(item, run, cluster, cluster_known)
             for item in labelled
         }
-        pods = tuple(with_head([pod for pod in found.values() if pod], *head))
+        pods = tuple(pod_reader.with_head([pod for pod in found.values() if pod], *head))
         self._pods[run.metadata.uid] = _ResolvedPods(before.owner, head, labelled, found, pods)
         return pods
 
@@ -400,7 +388,9 @@ class Observer:
             self._events_denied[namespace] = denied
             return None
         try:
-            return problem_of_warnings(await self._kube.list_pod_warnings(namespace, pod.uid))
+            return pod_reader.problem_of_warnings(
+                await self._kube.list_pod_warnings(namespace, pod.uid)
+            )
         except Denied as error:  # a chart of an earlier release gives no right to do this
             self._events_denied[namespace] = self._clock()
             log.warning("cannot read the events of pods in %s: %s", namespace, error)

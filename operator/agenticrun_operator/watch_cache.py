@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from agenticrun_api import names
 from agenticrun_operator import resources
-from agenticrun_operator.observed import read_labelled_pod
+from agenticrun_operator.pod_reader import read_labelled_pod
 from agenticrun_operator.resources import Manifest
 from agenticrun_operator.workqueue import Key
 

@@ -47,8 +47,9 @@ from agenticrun_operator.cluster import (
     Refused,
 )
 from agenticrun_operator.cluster.kube import Propagation
-from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable, role_of
+from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 from agenticrun_operator.planning.times import format_time, parse_time
+from agenticrun_operator.pod_reader import role_of
 from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.resources import (
     CLAIM_KIND,

@@ -193,7 +193,10 @@ def _follow_unreachable(state: State) -> Verdict:
     ready.
     """
     if lost := lost_head(state, state.job):
-        disruption = lost if _is_lost_with_node(state.head) else ""
+        head = state.head
+        # A node that no longer answers takes its head; else what runs in the head hangs.
+        node_lost = head and head.problem and head.problem.reason is Reason.NODE_LOST
+        disruption = lost if node_lost or (head and head.deleting) else ""
         return _over(state, Reason.NODE_LOST, lost, disruption=disruption, rebuild=lost)
     limit = state.run.spec.failure_policy.startup_deadline_seconds
     confirmed = state.job.status or state.job.report or state.progress
@@ -231,12 +234,6 @@ def report_unreachable(state: State) -> Result | None:
         conditions={ConditionType.TRAINING: said},
         look_after=POLL_SECONDS,
     )
-
-
-def _is_lost_with_node(head: Pod | None) -> bool:
-    """Return True if the node no longer answers; else what runs in the head hangs."""
-    node_lost = head and head.problem and head.problem.reason is Reason.NODE_LOST
-    return bool(head and head.deleting) or bool(node_lost)
 
 
 def _waits_for_report(state: State) -> bool:
@@ -353,7 +350,8 @@ def _report_training(state: State) -> Verdict:
             "Unknown",
             Reason.DRIVER_SILENT,
             "the driver has sent nothing for more than "
-            f"{times.format_span(situation.SILENT_SECONDS)}: it is frozen or very busy, or dead together with Ray's dashboard",
+            f"{times.format_span(situation.SILENT_SECONDS)}: it is frozen or very busy, or dead "
+            "together with Ray's dashboard",
         )
         stall = _stall_of(state, progress)
     elif progress:
@@ -372,8 +370,12 @@ def _report_training(state: State) -> Verdict:
         said = Said("False", Reason.SUBMITTING, "waiting for the driver's first progress snapshot")
         stall = _late_start(state)
     result |= Result(conditions={ConditionType.TRAINING: said})
+    if stall and state.run.spec.failure_policy.stall.action == "Restart":
+        return Over(Reason.NO_PROGRESS, stall, disruption=state.job.disruption)
     if stall:
-        return _stalled(state, result, stall)
+        stalled = Said("True", Reason.NO_PROGRESS, stall, event="Warning")
+        shown = Result(fields={"message": text(stall)})
+        return Continues(result | shown | Result(conditions={ConditionType.STALLED: stalled}))
     if progress:
         moves = Said("False", Reason.PROGRESSING)
         result |= Result(conditions={ConditionType.STALLED: moves})
@@ -462,15 +464,6 @@ def _late_start(state: State) -> str:
     return f"no snapshot from the driver for more than {times.format_span(limit)}"
 
 
-def _stalled(state: State, result: Result, message: str) -> Verdict:
-    if state.run.spec.failure_policy.stall.action == "Restart":
-        return Over(Reason.NO_PROGRESS, message, disruption=state.job.disruption)
-    said = Said("True", Reason.NO_PROGRESS, message, event="Warning")
-    return Continues(
-        result | Result(fields={"message": text(message)}, conditions={ConditionType.STALLED: said})
-    )
-
-
 def _follow_ended(state: State, seen: Job) -> Verdict:
     """Return the end of an attempt whose job has ended, once its report is there or lost."""
     final = state.job.report
@@ -525,8 +518,9 @@ def begin(state: State) -> Result:
         return Result()
     if trouble := token_trouble(state) or report_unreachable(state):
         return trouble
-    if previous and (open_ := _end_previous(state, previous)):
-        return open_
+    if previous and isinstance(state.observed.job, Job) and state.observed.job.live:
+        # On a new incarnation, too: the head may have restarted just before the job reached it.
+        return stop_job(state, previous.submission_id) | Result(look_after=POLL_SECONDS)
     if other := next((pod for pod in state.observed.pods if _is_in_the_way(state, pod)), None):
         return _waits(f"waiting until pod {other.name} of the last attempt is deleted")
     if previous:
@@ -571,17 +565,6 @@ def _is_in_the_way(state: State, pod: Pod) -> bool:
 def _waits(message: str) -> Result:
     said = Said("False", Reason.CLUSTER_LOST, message)
     return Result(conditions={ConditionType.TRAINING: said}, look_after=POLL_SECONDS)
-
-
-def _end_previous(state: State, previous: JobStatus) -> Result | None:
-    """Return what ends the previous attempt's job; None if it has ended.
-
-    Checked on a new incarnation too: the head may have restarted just before the job reached it.
-    """
-    seen = state.observed.job
-    if not isinstance(seen, Job) or not seen.live:
-        return None
-    return Result(look_after=POLL_SECONDS) | stop_job(state, previous.submission_id)
 
 
 # -- restart ---------------------------------------------------------------------------------------

@@ -154,10 +154,17 @@ def _objects_in_the_way(state: State) -> Obstacle | None:
 
 
 def _waits_for(run: AgenticRun, child: Child, manifest: Manifest) -> str | None:
+    """Return what the run waits for if an object has to go first, or None."""
     shown = f"{child.kind} {child.name}"
     if resources.is_deleting(manifest) and resources.made_by(run, manifest):
         return f"waiting until {shown} is deleted, to create it"
-    if resources.is_deleting(manifest) or _of_earlier_run(run, manifest):
+    of_earlier_run = any(
+        owner["kind"] == names.KIND
+        and owner["name"] == run.metadata.name
+        and owner["uid"] != run.metadata.uid
+        for owner in manifest["metadata"].get("ownerReferences", ())
+    )
+    if resources.is_deleting(manifest) or of_earlier_run:
         return f"waiting until {shown} of an earlier run is deleted"
     return None
 
@@ -192,16 +199,6 @@ def _held(deleted_at: str, finalizers: Collection[str]) -> str:
     return f" (deleted at {deleted_at}{keeps})"
 
 
-def _of_earlier_run(run: AgenticRun, manifest: Manifest) -> bool:
-    owners = manifest["metadata"].get("ownerReferences", ())
-    return any(
-        owner["kind"] == names.KIND
-        and owner["name"] == run.metadata.name
-        and owner["uid"] != run.metadata.uid
-        for owner in owners
-    )
-
-
 def _unusable_claim(state: State) -> Obstacle | None:
     """Return the obstacle of a claim that not all pods can mount, or that gets no volume."""
     claim = state.observed.child(resources.CLAIM_KIND, resources.claim_name(state.run))
@@ -232,10 +229,12 @@ def _deleted_claim(state: State) -> Obstacle | None:
     gone = state.observed.child(resources.CLAIM_KIND, name) is None
     if situation.kept_pods(state) or (saved and state.pods and not gone):
         # The pods still mount it: they are the last way to the data.
+        mounting = [pod.name for pod in (state.head, *state.pods) if pod]
+        saver = next(iter(mounting), "of the run")
         return Obstacle(
             Reason.CHECKPOINTS_LOST,
             f"volume claim {name} was deleted: its checkpoints are lost when the pods of the run "
-            f"end. Copy them now (kubectl cp from pod {_saver(state)}, folder /checkpoints)",
+            f"end. Copy them now (kubectl cp from pod {saver}, folder /checkpoints)",
         )
     if resources.users_claim_of(state.run):
         lacks = "does not exist" if gone else "is being deleted"
@@ -261,10 +260,6 @@ def _deleted_claim(state: State) -> Obstacle | None:
         f"waiting until volume claim {name} is deleted, to create it: it holds no checkpoint",
         rebuild=True,
     )
-
-
-def _saver(state: State) -> str:
-    return state.head.name if state.head else next((pod.name for pod in state.pods), "of the run")
 
 
 def _obstacle_met(run: AgenticRun, error: errors.ClusterError) -> Obstacle:

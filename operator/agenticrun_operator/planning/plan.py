@@ -14,7 +14,6 @@ from agenticrun_operator import errors, resources
 from agenticrun_operator.observed import Observed
 from agenticrun_operator.planning import attempt, children, situation, stopping, times
 from agenticrun_operator.planning.attempt import Continues, Succeeded
-from agenticrun_operator.planning.children import Obstacle
 from agenticrun_operator.planning.result import (
     Plan,
     Result,
@@ -65,7 +64,11 @@ def plan(
         scaling_error: the same for the change of the RayCluster. The new plan does not change it.
     """
     state = State(run, run.status, observed, now, images, key, creation_error, scaling_error)
-    state = situation.record(_remember_refusal(state))
+    refusal = observed.scaling_refusal
+    if refusal and not scaling_error and state.wait_to_repeat(refusal[1]) > 0:
+        # It is too early to try again: the last refusal of other replicas still counts.
+        state = replace(state, scaling_error=refusal[0])
+    state = situation.record(state)
     result = Result(fields=_changed(run, state))
     if situation.is_damaged(run.status):
         message = "the phase of an ended run was written by another client: the run continues"
@@ -82,14 +85,6 @@ def plan(
     result |= _decide(state, current, rescaling)
     result |= children.report_undeleted(state, result) | _record_cluster(state, result)
     return finish(run.status, result, run.metadata.generation, now, observed.last_status_write)
-
-
-def _remember_refusal(state: State) -> State:
-    """Return the state with the last refusal of other replicas, until it is time to try again."""
-    refusal = state.observed.scaling_refusal
-    if refusal is None or state.scaling_error or state.wait_to_repeat(refusal[1]) <= 0:
-        return state
-    return replace(state, scaling_error=refusal[0])
 
 
 def _changed(run: AgenticRun, state: State) -> dict[str, Any]:
@@ -188,7 +183,8 @@ def _start(state: State) -> Result:
         state = state.with_fields(dict(result.fields))
     if obstacle is None or state.status.job or state.cluster:
         result |= _report_pods(state)
-    if obstacle is None or (state.status.job and not _holds(obstacle)):
+    lost = obstacle is not None and obstacle.reason is Reason.CHECKPOINTS_LOST
+    if obstacle is None or (state.status.job and not lost):
         result |= attempt.begin(state)
     if not situation.kept_pods(state):
         checked = stopping.check_startup(state)
@@ -200,11 +196,6 @@ def _start(state: State) -> Result:
         if obstacle.rebuild:
             result |= children.delete_cluster(state)
     return result
-
-
-def _holds(obstacle: Obstacle) -> bool:
-    """Return True if no attempt may begin although all pods are there."""
-    return obstacle.reason is Reason.CHECKPOINTS_LOST
 
 
 def _next_deadline(state: State) -> Result:

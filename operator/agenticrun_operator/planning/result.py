@@ -228,11 +228,12 @@ def finish(
         last_write: time of the last status write, or None to write at once.
     """
     before = {item.type: item for item in stored.conditions}
-    said = {
-        kind: each
-        for kind, each in result.conditions.items()
-        if not _is_superfluous(each, before.get(kind.value))
-    }
+    said = {}
+    for kind, each in result.conditions.items():
+        old = before.get(kind.value)
+        known = old is not None and old.status == each.status
+        if not (each.optional and old is None) and not (each.keep_reason and known):
+            said[kind] = each
     conditions = before | {
         kind.value: condition(kind, each, now, generation, before.get(kind.value))
         for kind, each in said.items()
@@ -262,12 +263,6 @@ def finish(
         events=(*result.events, *_events(said, before)),
         requeue_after=result.look_after,
     )
-
-
-def _is_superfluous(said: Said, before: Condition | None) -> bool:
-    if before is None:
-        return said.optional
-    return said.keep_reason and before.status == said.status
 
 
 def condition(

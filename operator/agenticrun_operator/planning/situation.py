@@ -386,7 +386,11 @@ def find_rescaling(state: State) -> Rescaling:
     if why is None:
         return Rescaling(changes, text=text)
     text = f"{text} ({why})"
-    if kept := _would_be_lost(state):
+    # A restart would cost a run that trains what it has learnt.
+    if state.has_attempt and resources.storage_of(run) is None:
+        return Rescaling(changes, text=text, kept="it saves no checkpoints")
+    if state.has_attempt and not state.status.step:
+        kept = "it has made no step yet that could be saved"
         return Rescaling(changes, text=text, kept=kept)
     return Rescaling(changes, restart=True, text=text)
 
@@ -413,17 +417,6 @@ def _why_driver_cannot_follow(state: State, roles: Iterable[Role]) -> str | None
         return "its driver cannot change them while it runs"
     found = [progress.pools.get(role) for role in roles]
     return next((pool.fixed for pool in found if pool and pool.fixed), None)
-
-
-def _would_be_lost(state: State) -> str | None:
-    """Return why a run that trains would lose what it has learnt in a restart, or None."""
-    if not state.has_attempt:
-        return None
-    if resources.storage_of(state.run) is None:
-        return "it saves no checkpoints"
-    if not state.status.step:
-        return "it has made no step yet that could be saved"
-    return None
 
 
 # -- recording -------------------------------------------------------------------------------------
@@ -464,7 +457,11 @@ def record(state: State) -> State:
     disruption, known = _disruption_now(state), job.disruption
     if known and not disruption and _has_recovered(state):
         known = ""
-    failed = job.failed_pod or ("" if known else _failed_pod(state))
+    # KubeRay replaces a pod that ends by its own fault at once, and then it looks deleted.
+    ended = next((pod for pod in state.savers if pod.own_end), None)
+    failed = job.failed_pod
+    if ended and not known and not failed:
+        failed = f"{ended.role.value} pod {ended.name} was ended by its node: {ended.own_end}"
     changes["failed_pod"] = failed[:256]
     changes["disruption"] = "" if failed else (known or disruption)[:256]
     last, sent_at = state.observed.last_action or (None, None)
@@ -552,16 +549,6 @@ def _disruption_now(state: State) -> str:
         return f"RayCluster {state.name} was deleted"
     taken = (_taken(state, pod) for pod in state.savers)
     return next(filter(None, taken), "") or _rebooted(state) or _replaced(state)
-
-
-def _failed_pod(state: State) -> str:
-    """Return which pod has ended by its own fault, and why; empty if none.
-
-    KubeRay replaces it at once, and then it looks like a pod that another client has deleted.
-    """
-    needed = (pod for pod in state.savers if pod.own_end)
-    pod = next(needed, None)
-    return f"{pod.role.value} pod {pod.name} was ended by its node: {pod.own_end}" if pod else ""
 
 
 def _has_recovered(state: State) -> bool:

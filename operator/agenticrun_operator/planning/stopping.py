@@ -83,7 +83,13 @@ def stop(state: State, cause: Cause) -> Result:
             asked = Result()
             if state.job.report is None:
                 asked = attempt.request(state, RequestStop(state.job.submission_id), cause.since)
-            return known | result | asked | _report_stop(cause)
+            if cause.kind is StopCause.DEADLINE:
+                message = f"{cause.text}: the driver saves a checkpoint"
+                shown = Result(fields={"message": message}, look_after=attempt.POLL_SECONDS)
+            else:
+                saves = "the driver saves a checkpoint, then the pods go"
+                shown = _being_suspended(cause, saves)
+            return known | result | asked | shown
 
 
 def _release(state: State, cause: Cause, over: Over) -> Result:
@@ -91,14 +97,6 @@ def _release(state: State, cause: Cause, over: Over) -> Result:
     ended = attempt.end(state, over)
     released = without_pods(state.with_fields(dict(ended.fields)), cause)
     return ended | released if "completion_time" in released.fields else released | ended
-
-
-def _report_stop(cause: Cause) -> Result:
-    saves = "the driver saves a checkpoint, then the pods go"
-    if cause.kind is StopCause.DEADLINE:
-        message = f"{cause.text}: the driver saves a checkpoint"
-        return Result(fields={"message": message}, look_after=attempt.POLL_SECONDS)
-    return _being_suspended(cause, saves)
 
 
 def _being_suspended(cause: Cause, message: str) -> Result:
@@ -151,7 +149,12 @@ def without_pods(state: State, cause: Cause) -> Result:
     known |= Result(conditions=dict.fromkeys((ConditionType.TRAINING, ConditionType.STALLED), said))
     if cause.kind is not StopCause.RESCALE:
         known |= Result(fields={"start_time": None})
-    message = f"{cause.text}; {_way_out(state, cause)}"
+    ways_out = {
+        StopCause.RESCALE: "with new pods,",
+        StopCause.CLUSTER_SUSPENDED: "when it is released,",
+        StopCause.SUSPEND: "set it to false, and",
+    }
+    message = f"{cause.text}; {ways_out[cause.kind]} the run {way_on(state)}"
     released = _no_pods(state, cause.done, cause.text)
     if cause.kind is not StopCause.CLUSTER_SUSPENDED:
         released |= children.delete_cluster(state)
@@ -167,15 +170,6 @@ def without_pods(state: State, cause: Cause) -> Result:
             conditions={ConditionType.SUSPENDED: Said("True", cause.done, message, event="Normal")},
         )
     )
-
-
-def _way_out(state: State, cause: Cause) -> str:
-    """Return what ends the stop, and how the run continues then."""
-    if cause.kind is StopCause.RESCALE:
-        return f"with new pods, the run {way_on(state)}"
-    if cause.kind is StopCause.CLUSTER_SUSPENDED:
-        return f"when it is released, the run {way_on(state)}"
-    return f"set it to false, and the run {way_on(state)}"
 
 
 def way_on(state: State) -> str:
@@ -383,7 +377,14 @@ def clean_up(state: State) -> Result:
         # The RayCluster may be there when KubeRay's CRDs are back.
         result |= Result(look_after=10.0)
     elif situation.kept_pods(state):
-        return result | _keep_pods(state)
+        message = (
+            "the run has ended and keeps its pods: volume claim "
+            f"{resources.claim_name(run)} was deleted, and its checkpoints are lost when they "
+            "end. Copy them, then delete the run"
+        )
+        said = Said("False", Reason.CHECKPOINTS_LOST, message, event="Warning")
+        kept = Result(conditions={ConditionType.CLUSTER_PROVISIONED: said}, look_after=30.0)
+        return result | kept
     elif policy == "Delete":
         result |= _cluster_deleted(state, "the run has finished")
         exiting = isinstance(state.observed.job, Job) and state.observed.job.live
@@ -396,17 +397,6 @@ def clean_up(state: State) -> Result:
     return result | children.ask_to_delete(
         state, Delete(Child(names.KIND, run.metadata.name), run.metadata.uid)
     )
-
-
-def _keep_pods(state: State) -> Result:
-    """Keep the pods of a run that has ended: they are the last way to its checkpoints."""
-    message = (
-        "the run has ended and keeps its pods: volume claim "
-        f"{resources.claim_name(state.run)} was deleted, and its checkpoints are lost when they "
-        "end. Copy them, then delete the run"
-    )
-    said = Said("False", Reason.CHECKPOINTS_LOST, message, event="Warning")
-    return Result(conditions={ConditionType.CLUSTER_PROVISIONED: said}, look_after=30.0)
 
 
 def end_deleted(state: State) -> Result:

@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agenticrun_api import Reason, Role
-from agenticrun_operator.observed import (
-    Incarnation,
-    PassingProblem,
-    Pod,
-    Problem,
-    problem_of_warnings,
-    read_pod,
-    with_head,
-)
+from agenticrun_operator.observed import Incarnation, PassingProblem, Pod, Problem
+from agenticrun_operator.pod_reader import problem_of_warnings, read_pod, with_head
 from agenticrun_operator.resources import Manifest
 
 
