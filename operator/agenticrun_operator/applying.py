@@ -13,15 +13,13 @@ import re
 from agenticrun_api import AgenticRun, AgenticRunStatus, Reason, names
 from agenticrun_api.load import repair_status
 from agenticrun_operator import metrics
-from agenticrun_operator.cluster import (
+from agenticrun_operator.cluster import Head, HeadAddress, Kube
+from agenticrun_operator.errors import (
     AlreadyExists,
     ClusterError,
     Conflict,
     Denied,
-    Head,
-    HeadAddress,
     HeadUnreachable,
-    Kube,
     KubeUnavailable,
     NotFound,
     Refused,

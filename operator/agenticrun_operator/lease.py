@@ -13,8 +13,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Protocol
 
-from agenticrun_operator import metrics
-from agenticrun_operator.cluster import AlreadyExists, ClusterError, Conflict, NotFound
+from agenticrun_operator import errors, metrics
 from agenticrun_operator.resources import Manifest
 
 DURATION_SECONDS = 15
@@ -90,9 +89,9 @@ class Leadership:
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 mine = await self._acquire(now, clock)
-        except (Conflict, AlreadyExists, NotFound):
+        except (errors.Conflict, errors.AlreadyExists, errors.NotFound):
             mine = False  # another operator was faster
-        except (ClusterError, TimeoutError) as error:
+        except (errors.ClusterError, TimeoutError) as error:
             why = str(error) or f"no answer within {REQUEST_SECONDS:.0f} s"
             log.warning("cannot acquire or renew lease %s: %s", self._name, why)
             self._failed = True

@@ -19,7 +19,7 @@ from agenticrun_api import AgenticRun, Phase, Progress, Reason, names
 from agenticrun_api.base import Model
 from agenticrun_api.masking import mask_secrets
 from agenticrun_operator import errors, metrics, pod_reader, resources
-from agenticrun_operator.cluster import Denied, Head, HeadAddress, Kube, NotServed
+from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.observed import Incarnation, Observed, Pod, Problem, Unreachable
 from agenticrun_operator.planning import times
@@ -146,12 +146,12 @@ class Observer:
         # One that the watch does not know may exist: someone else's has no label of ours.
         seen = next((one for one in clusters or () if one["metadata"]["name"] == name), None)
         fresh = watched_pods is None and seen is None
-        found: Manifest | NotServed | None
+        found: Manifest | errors.NotServed | None
         pods, found = await asyncio.gather(
             self._list_pods(run, watched_pods), self._read_cluster(run, seen)
         )
-        kuberay_missing = isinstance(found, NotServed)
-        cluster = None if isinstance(found, NotServed) else found
+        kuberay_missing = isinstance(found, errors.NotServed)
+        cluster = None if isinstance(found, errors.NotServed) else found
         if cluster is not None and pod_reader.seems_incomplete(pods, cluster):
             pods = await self._with_unlabelled(run, pods)
         children: dict[Child, Manifest | None] = {}
@@ -271,10 +271,10 @@ class Observer:
 
     async def _read_cluster(
         self, run: AgenticRun, known: Manifest | None
-    ) -> Manifest | NotServed | None:
+    ) -> Manifest | errors.NotServed | None:
         try:
             return known or await self._kube.get("RayCluster", *run.key)
-        except NotServed as error:
+        except errors.NotServed as error:
             return error
 
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
@@ -391,7 +391,7 @@ class Observer:
             return pod_reader.problem_of_warnings(
                 await self._kube.list_pod_warnings(namespace, pod.uid)
             )
-        except Denied as error:  # a chart of an earlier release gives no right to do this
+        except errors.Denied as error:  # a chart of an earlier release gives no right to do this
             self._events_denied[namespace] = self._clock()
             log.warning("cannot read the events of pods in %s: %s", namespace, error)
         except errors.ClusterError as error:

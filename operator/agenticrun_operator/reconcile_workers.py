@@ -13,8 +13,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
-from agenticrun_operator import metrics
-from agenticrun_operator.cluster import ClusterError
+from agenticrun_operator import errors, metrics
 from agenticrun_operator.logs import about_run
 from agenticrun_operator.planning import times
 from agenticrun_operator.workqueue import Item, Key, WorkQueue
@@ -127,7 +126,7 @@ class ReconcileWorkers:
 
     def _back_off(self, key: Key, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        unavailable = isinstance(error, ClusterError)
+        unavailable = isinstance(error, errors.ClusterError)
         longest = MAX_UNAVAILABLE_SECONDS if unavailable else MAX_BACKOFF_SECONDS
         delay = times.backoff_seconds(failures, 0.5, longest)
         name = "/".join(key)
@@ -160,7 +159,7 @@ async def resync(
         await asyncio.sleep(seconds)
         try:
             keys = await list_keys()
-        except ClusterError as error:
+        except errors.ClusterError as error:
             log.warning("resync: cannot list the runs: %s", error)
             continue
         for key in {*keys, *known_keys()}:

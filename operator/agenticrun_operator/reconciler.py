@@ -22,33 +22,14 @@ from agenticrun_api import (
     names,
 )
 from agenticrun_api.load import parse_served, repair_status
-from agenticrun_operator import errors, resources
+from agenticrun_operator import errors, planning, resources
 from agenticrun_operator.applying import Applier
-from agenticrun_operator.cluster import (
-    Conflict,
-    Denied,
-    Head,
-    HeadAddress,
-    Kube,
-    KubeUnavailable,
-    NotFound,
-    Refused,
-    TooLarge,
-    Unanswered,
-    WebhookUnavailable,
-)
+from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.logs import note_attempt
 from agenticrun_operator.metrics import CONFLICTS, UNREADABLE_RUNS
 from agenticrun_operator.observed import DeletionTrouble, JobTrouble, Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
-from agenticrun_operator.planning import (
-    JobAction,
-    Plan,
-    Submit,
-    plan,
-    plan_unreadable,
-    times,
-)
+from agenticrun_operator.planning import times
 from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.resources import Manifest, OperatorKey, WorkerImages
 from agenticrun_operator.run_metrics import EndedRun, RunState
@@ -65,6 +46,15 @@ MAX_ACTION_SECONDS = 60.0
 """Longest delay until an action on an attempt that its head does not accept is repeated."""
 JITTER = 0.3
 """Share of that delay that is random."""
+
+_REPORTED = (
+    errors.Refused,
+    errors.TooLarge,
+    errors.Denied,
+    errors.WebhookUnavailable,
+    errors.KubeUnavailable,
+)
+"""Errors of a change of the RayCluster that the status shows."""
 
 log = logging.getLogger(__name__)
 
@@ -215,13 +205,13 @@ class Reconciler:
             self._observer.ask_again(cached.run.metadata.uid)
         try:
             delay = await self._look_and_act(key, again=item.changed, fresh=conflicts > 0)
-        except Conflict as error:
+        except errors.Conflict as error:
             self._conflicts[key] = conflicts + 1
             CONFLICTS.inc()
             if conflicts:
                 log.info("%s: conflict %d: %s", "/".join(key), conflicts + 1, error)
             return times.backoff_seconds(conflicts, RETRY_SECONDS, MAX_RETRY_SECONDS)
-        except NotFound:
+        except errors.NotFound:
             self._forget(key)
             return None
         self._conflicts.pop(key, None)
@@ -268,16 +258,16 @@ class Reconciler:
             if job := cached.run.status.job:
                 note_attempt(job.attempt)
             observed = await self._observe(cached)  # other runs are reconciled while this waits
-            plan_ = plan(cached.run, observed, self._clock(), self._images, self._key)
-            if fresh or not _acts(plan_, cached.run):
-                applied = await self._apply(key, cached, observed, plan_)
+            plan = planning.plan(cached.run, observed, self._clock(), self._images, self._key)
+            if fresh or not _acts(plan, cached.run):
+                applied = await self._apply(key, cached, observed, plan)
                 break
             fresh = True
         if applied is None:
             return RETRY_SECONDS
-        plan_, cached = applied
-        await self._act_on_job(key, cached, plan_)  # other runs are reconciled while this waits
-        return plan_.requeue_after
+        plan, cached = applied
+        await self._act_on_job(key, cached, plan)  # other runs are reconciled while this waits
+        return plan.requeue_after
 
     def _read(self, document: Manifest, before: RunCache | None, status_hash: int) -> AgenticRun:
         """Return the run with the installation's defaults.
@@ -374,8 +364,8 @@ class Reconciler:
         return (self._clock() - moment).total_seconds() - self._full_look_seconds
 
     async def _apply(
-        self, key: Key, cached: RunCache, observed: Observed, plan_: Plan
-    ) -> tuple[Plan, RunCache] | None:
+        self, key: Key, cached: RunCache, observed: Observed, plan: planning.Plan
+    ) -> tuple[planning.Plan, RunCache] | None:
         """Carry out a plan, except its action on the job.
 
         Returns:
@@ -383,95 +373,103 @@ class Reconciler:
             remembered of the run now. None if the run must be looked at again first.
         """
         run = cached.run
-        if isinstance(plan_.job, Submit) and not await self._may_submit(run, plan_.job):
+        if isinstance(plan.job, planning.Submit) and not await self._may_submit(run, plan.job):
             self._cache.pop(key, None)
             return None
         try:
-            await self._applier.make_objects(run, plan_)
-            if plan_.tokens:
+            await self._applier.make_objects(run, plan)
+            if plan.tokens:
                 cached = replace(cached, tokens_sent_at=self._clock())
         except errors.ClusterError as error:
             log.warning("%s: %s", "/".join(key), error)
-            plan_ = plan(run, observed, self._clock(), self._images, self._key, error)
+            plan = planning.plan(run, observed, self._clock(), self._images, self._key, error)
         try:
-            await self._applier.change_cluster(run, plan_)
-            if plan_.cluster:
+            await self._applier.change_cluster(run, plan)
+            if plan.cluster:
                 cached = replace(cached, cluster_changed_at=self._clock())
-        except (Refused, TooLarge, Denied, WebhookUnavailable, KubeUnavailable) as error:
+        except (
+            errors.Refused,
+            errors.TooLarge,
+            errors.Denied,
+            errors.WebhookUnavailable,
+            errors.KubeUnavailable,
+        ) as error:
             log.warning("%s: the RayCluster cannot be changed: %s", "/".join(key), error)
-            if not isinstance(error, Unanswered):  # else the change is under way
+            if not isinstance(error, errors.Unanswered):  # else the change is under way
                 refusal = run.metadata.generation, error, self._clock()
                 cached = replace(cached, scaling_refusal=refusal)
-            plan_ = plan(run, observed, self._clock(), self._images, self._key, scaling_error=error)
-        job = plan_.status.job if plan_.status else None
+            plan = planning.plan(
+                run, observed, self._clock(), self._images, self._key, scaling_error=error
+            )
+        job = plan.status.job if plan.status else None
         if job and job.end_time:
             cached = replace(cached, ended=(job.submission_id, job.end_time))
-        if plan_.status:
+        if plan.status:
             stored = {"metadata": cached.metadata}
-            document = await self._applier.write_status(stored, plan_)
+            document = await self._applier.write_status(stored, plan)
             # Not the stored status: it lacks the fields that an older CRD does not have.
             written = {"metadata": Metadata.model_validate(document["metadata"])}
             cached = replace(
                 cached,
                 metadata=_identity(document),
                 status_hash=_status_hash(document),
-                run=run.model_copy(update=written | {"status": plan_.status}),
+                run=run.model_copy(update=written | {"status": plan.status}),
                 wrote_at=self._clock(),
             )
-        asked = {delete.uid: self._clock() for delete in plan_.delete}
+        asked = {delete.uid: self._clock() for delete in plan.delete}
         cached = replace(
             cached,
             deletions=_still_there(cached.deletions, cached) | asked,
             progress=_newest_progress(cached, observed),
         )
         self._cache[key] = cached  # known even if a request below ends this process
-        failed = await self._applier.delete_and_report(plan_, {"metadata": cached.metadata})
-        troubles = self._deletion_troubles(cached, plan_, failed)
+        failed = await self._applier.delete_and_report(plan, {"metadata": cached.metadata})
+        troubles = self._deletion_troubles(cached, plan, failed)
         if any(
             uid not in cached.deletion_troubles
             or type(cached.deletion_troubles[uid].error) is not type(error)
             for uid, error in failed.items()
         ):
-            plan_ = replace(plan_, requeue_after=RETRY_SECONDS)  # the status is to say it
-        refused = {uid for uid in failed if not isinstance(failed[uid], KubeUnavailable)}
+            plan = replace(plan, requeue_after=RETRY_SECONDS)  # the status is to say it
+        refused = {uid for uid in failed if not isinstance(failed[uid], errors.KubeUnavailable)}
         cached = self._cache[key] = replace(
             cached,
             deletion_troubles=troubles,
             deletions={uid: at for uid, at in cached.deletions.items() if uid not in refused},
         )
-        return plan_, cached
+        return plan, cached
 
     def _deletion_troubles(
-        self, cached: RunCache, plan_: Plan, failed: Mapping[str, errors.ClusterError]
+        self, cached: RunCache, plan: planning.Plan, failed: Mapping[str, errors.ClusterError]
     ) -> dict[str, DeletionTrouble]:
         """Return the deletions that have failed, after those of a plan."""
         now, before = self._clock(), _still_there(cached.deletion_troubles, cached)
-        asked = {delete.uid for delete in plan_.delete}
+        asked = {delete.uid for delete in plan.delete}
         stay = {uid: trouble for uid, trouble in before.items() if uid not in asked}
         return stay | {
             uid: DeletionTrouble(error, before[uid].since if uid in before else now, now)
             for uid, error in failed.items()
         }
 
-    async def _act_on_job(self, key: Key, cached: RunCache, plan_: Plan) -> None:
-        if plan_.job is None:
+    async def _act_on_job(self, key: Key, cached: RunCache, plan: planning.Plan) -> None:
+        if plan.job is None:
             return
         head = await self._observer.head_address(cached.run, cached.objects)
         followed = cached.run.status.job
         if isinstance(head, HeadAddress):
-            refusal = await self._applier.act_on_job(plan_.job, head)
+            refusal = await self._applier.act_on_job(plan.job, head)
         else:
             refusal = head.why if head else "the head pod has no address"
         if followed:
-            trouble = self._trouble(cached.job_trouble, followed.submission_id, plan_.job, refusal)
-            done = None if trouble else (plan_.job, self._clock())
+            trouble = self._trouble(cached.job_trouble, followed.submission_id, plan.job, refusal)
+            done = None if trouble else (plan.job, self._clock())
             self._cache[key] = replace(cached, job_trouble=trouble, last_action=done)
 
     def _trouble(
         self,
         before: JobTrouble | None,
         submission_id: str,
-        action: JobAction,
+        action: planning.JobAction,
         error: str | None,
     ) -> JobTrouble | None:
         """Return the trouble with an attempt after an action on it; None if it succeeded."""
@@ -491,7 +489,7 @@ class Reconciler:
             retry_at=now + timedelta(seconds=wait * random.uniform(1 - JITTER, 1)),
         )
 
-    async def _may_submit(self, run: AgenticRun, submit: Submit) -> bool:
+    async def _may_submit(self, run: AgenticRun, submit: planning.Submit) -> bool:
         """Return True if the attempt cannot have been submitted before.
 
         If Ray does not know an attempt that is in the status, Ray may have just restarted. Only the
@@ -532,12 +530,12 @@ class Reconciler:
         self, key: Key, document: Manifest, error: InvalidRun, reported: bool
     ) -> None:
         self._note_unreadable(key, document)  # even if the write is refused
-        plan_ = plan_unreadable(document, error.errors, self._clock())
-        if reported and plan_.status is None:
-            plan_ = Plan()  # a damaged status cannot remember that an event was posted
-        stored = await self._applier.write_status(document, plan_)
+        plan = planning.plan_unreadable(document, error.errors, self._clock())
+        if reported and plan.status is None:
+            plan = planning.Plan()  # a damaged status cannot remember that an event was posted
+        stored = await self._applier.write_status(document, plan)
         self._note_unreadable(key, stored)
-        await self._applier.delete_and_report(plan_, stored)
+        await self._applier.delete_and_report(plan, stored)
 
     def _note_unreadable(self, key: Key, document: Manifest | None) -> None:
         """Remember for metrics that a run cannot be read; None: it can, or it is gone.
@@ -600,7 +598,7 @@ def _newest_progress(cached: RunCache, observed: Observed) -> Progress | None:
     return cached.progress if starts else seen
 
 
-def _acts(plan_: Plan, run: AgenticRun) -> bool:
+def _acts(plan: planning.Plan, run: AgenticRun) -> bool:
     """Return True if the plan does more than write what was seen: it needs fresh objects."""
-    moves = plan_.status is not None and plan_.status.phase is not run.status.phase
-    return bool(moves or plan_.job or plan_.delete or plan_.create or plan_.cluster or plan_.tokens)
+    moves = plan.status is not None and plan.status.phase is not run.status.phase
+    return bool(moves or plan.job or plan.delete or plan.create or plan.cluster or plan.tokens)

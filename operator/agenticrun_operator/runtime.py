@@ -11,9 +11,8 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from agenticrun_api import names
-from agenticrun_operator import metrics, resources
+from agenticrun_operator import errors, metrics, resources
 from agenticrun_operator.cluster import (
-    ClusterError,
     DirectTransport,
     HeadTransport,
     KubeClient,
@@ -137,7 +136,7 @@ class OperatorRuntime:
         await self._slow_writes.stop()
         try:
             await self._leadership.release()
-        except ClusterError as error:
+        except errors.ClusterError as error:
             log.warning("cannot release the lease: %s", error)
         for page in self._pages:
             await page.cleanup()

@@ -16,15 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from agenticrun_operator import metrics
-from agenticrun_operator.cluster import (
-    ClusterError,
-    Denied,
-    NamespaceGone,
-    NotServed,
-    WatchBroken,
-    WatchExpired,
-)
+from agenticrun_operator import errors, metrics
 from agenticrun_operator.planning import times
 from agenticrun_operator.resources import Manifest
 from agenticrun_operator.watch_cache import WatchCache
@@ -98,9 +90,9 @@ class Watch:
                 continue
             except Exception as error:  # whatever it is, it must not end the watch
                 self._cache.lost(self._namespace)
-                if not isinstance(error, WatchBroken):
+                if not isinstance(error, errors.WatchBroken):
                     self._version = None
-                if not isinstance(error, WatchExpired):
+                if not isinstance(error, errors.WatchExpired):
                     self._note_down(error)
             delay = times.backoff_seconds(self._failures, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
             self._failures += 1
@@ -147,19 +139,19 @@ class Watch:
         if str(error) == self._trouble:
             return
         self._trouble = str(error)
-        bug = None if isinstance(error, ClusterError) else error
+        bug = None if isinstance(error, errors.ClusterError) else error
         log.warning("watch %s retries: %s%s", self.name, error, self._advice(error), exc_info=bug)
 
     def _advice(self, error: Exception) -> str:
         match error:
-            case NotServed():
+            case errors.NotServed():
                 what = "KubeRay and its CRDs" if self._kind == "RayCluster" else "the chart's CRDs"
                 return f"; install {what}"
-            case Denied() | NamespaceGone() if self._namespace:
+            case errors.Denied() | errors.NamespaceGone() if self._namespace:
                 return (
                     f"; if namespace {self._namespace} is missing, create it and run helm upgrade, "
                     "or remove it from watchNamespaces"
                 )
-            case Denied():
+            case errors.Denied():
                 return "; check the operator's ClusterRole"
         return ""

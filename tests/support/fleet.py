@@ -23,16 +23,10 @@ from typing import Any
 from agenticrun_api import AgenticRunStatus, Outcome, Role
 from agenticrun_api.challenge import prove
 from agenticrun_api.names import DASHBOARD_PORT, KIND, LABEL_ROLE, LABEL_RUN, REPORTER_PORT
-from agenticrun_operator.cluster import (
-    AlreadyExists,
-    Conflict,
-    DirectTransport,
-    RunHead,
-    WebhookUnavailable,
-    head_session,
-)
+from agenticrun_operator.cluster import DirectTransport, RunHead, head_session
 from agenticrun_operator.cluster.kube import Propagation, Response
 from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.errors import AlreadyExists, Conflict, WebhookUnavailable
 from agenticrun_operator.reconcile_workers import ReconcileWorkers
 from agenticrun_operator.reconciler import Reconciler, utc_now
 from agenticrun_operator.resources import Event, Manifest

@@ -34,19 +34,18 @@ from agenticrun_api import (
 )
 from agenticrun_api.load import parse_served
 from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN
-from agenticrun_operator.cluster import (
+from agenticrun_operator.cluster import Head, HeadAddress
+from agenticrun_operator.cluster.kube import Propagation
+from agenticrun_operator.errors import (
     AlreadyExists,
     ClusterError,
     Conflict,
     Denied,
-    Head,
-    HeadAddress,
     HeadUnreachable,
     NotFound,
     NotServed,
     Refused,
 )
-from agenticrun_operator.cluster.kube import Propagation
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.pod_reader import role_of

@@ -14,15 +14,14 @@ from pydantic import Field
 from agenticrun_api import AgenticRunStatus, Phase, parse_run
 from agenticrun_api.names import KIND
 from agenticrun_api.status import JobStatus, Metric, RoleStatus
-from agenticrun_operator.cluster import (
+from agenticrun_operator.cluster import KubeClient, connect
+from agenticrun_operator.errors import (
     AlreadyExists,
     Conflict,
     Denied,
-    KubeClient,
     NotFound,
     Refused,
     RightMissing,
-    connect,
 )
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.resources import (

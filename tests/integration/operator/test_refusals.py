@@ -15,15 +15,8 @@ from agenticrun_api import AgenticRunStatus, Phase, Reason
 from agenticrun_api.names import KIND
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.applying import without_reports
-from agenticrun_operator.cluster import (
-    ClusterError,
-    Denied,
-    KubeClient,
-    Refused,
-    TooLarge,
-    WebhookUnavailable,
-    connect,
-)
+from agenticrun_operator.cluster import KubeClient, connect
+from agenticrun_operator.errors import ClusterError, Denied, Refused, TooLarge, WebhookUnavailable
 from agenticrun_operator.resources import Event, Manifest
 from control_plane import control_plane
 from runs import run_with

@@ -9,8 +9,9 @@ import json
 
 import pytest
 
-from agenticrun_operator.cluster import HeadUnreachable, KubeClient, ProxyTransport
+from agenticrun_operator.cluster import KubeClient, ProxyTransport
 from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.errors import HeadUnreachable
 from testcluster import Cluster
 
 METRICS_PORT = 8080

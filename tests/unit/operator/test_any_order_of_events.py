@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from agenticrun_api import Outcome, Phase, Role
 from agenticrun_api.status import CheckpointStatus, StopCause
-from agenticrun_operator.cluster import ClusterError, Denied, WebhookUnavailable
+from agenticrun_operator.errors import ClusterError, Denied, WebhookUnavailable
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import OperatorKey
 from operator_world import KEY, NAME, Gpus, Operator, World

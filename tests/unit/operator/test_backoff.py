@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agenticrun_api import ConditionType, Phase
-from agenticrun_operator.cluster import Conflict, Denied
+from agenticrun_operator.errors import Conflict, Denied
 from operator_world import Operator, World, condition, happened
 
 

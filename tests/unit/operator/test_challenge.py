@@ -18,9 +18,10 @@ from yarl import URL
 from agenticrun_api import Reason
 from agenticrun_api.challenge import prove
 from agenticrun_api.load import parse_served
-from agenticrun_operator.cluster import DirectTransport, HeadAddress, HeadUnreachable, RunHead
+from agenticrun_operator.cluster import DirectTransport, HeadAddress, RunHead
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.errors import HeadUnreachable
 from agenticrun_operator.observed import Job, NoReport, Unreachable
 from agenticrun_operator.observing import Observer
 from agenticrun_operator.resources import answers_challenges

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from agenticrun_operator.cluster import KubeClient, KubeUnavailable, connect
+from agenticrun_operator.cluster import KubeClient, connect
 from agenticrun_operator.cluster import kube as kube_client
+from agenticrun_operator.errors import KubeUnavailable
 
 PATH = "/api/v1/namespaces/team/pods"
 

@@ -10,7 +10,7 @@ import pytest
 
 from agenticrun_api import AgenticRun, ConditionType, Outcome, Phase, PoolStatus, Role
 from agenticrun_api.load import parse_served
-from agenticrun_operator.cluster import Denied
+from agenticrun_operator.errors import Denied
 from agenticrun_operator.observed import Edit, Observed
 from agenticrun_operator.observing import Observer
 from agenticrun_operator.resources import (

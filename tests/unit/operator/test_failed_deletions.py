@@ -9,7 +9,7 @@ import pytest
 
 from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import KIND
-from agenticrun_operator.cluster import (
+from agenticrun_operator.errors import (
     ClusterError,
     Denied,
     KubeUnavailable,

@@ -13,15 +13,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from agenticrun_api import Progress, Reason
-from agenticrun_operator.cluster import (
-    DirectTransport,
-    HeadAddress,
-    HeadUnreachable,
-    RunHead,
-    transports,
-)
+from agenticrun_operator.cluster import DirectTransport, HeadAddress, RunHead, transports
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.errors import HeadUnreachable
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
 HEAD = HeadAddress(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agenticrun_operator import lease as module
-from agenticrun_operator.cluster import AlreadyExists, Conflict, KubeUnavailable
+from agenticrun_operator.errors import AlreadyExists, Conflict, KubeUnavailable
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.reconcile_workers import ReconcileWorkers
 from agenticrun_operator.workqueue import Item, WorkQueue

@@ -11,10 +11,7 @@ from agenticrun_api import Activity, ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN_UID, ExitCode
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_api.version import __version__
-from agenticrun_operator.cluster import (
-    Denied,
-    Refused,
-)
+from agenticrun_operator.errors import Denied, Refused
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import WorkerImages, images_in
 from operator_world import IMAGE, NAME, Operator, World, condition, happened, training

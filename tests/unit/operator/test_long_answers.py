@@ -15,12 +15,12 @@ import pytest
 from agenticrun_operator.cluster import (
     DirectTransport,
     HeadTransport,
-    HeadUnreachable,
     KubeClient,
     ProxyTransport,
     connect,
 )
 from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.errors import HeadUnreachable
 
 MIB = 1 << 20
 POD = PodAddress("team", "lake-head", "127.0.0.1")

@@ -9,7 +9,7 @@ import pytest
 
 from agenticrun_api import ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import KIND
-from agenticrun_operator.cluster import Denied
+from agenticrun_operator.errors import Denied
 from agenticrun_operator.observed import Incarnation, Pod
 from agenticrun_operator.planning.pods import joined_earlier_head
 from operator_world import NAME, Operator, World, condition, happened, training

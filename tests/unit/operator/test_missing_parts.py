@@ -9,12 +9,7 @@ import pytest
 
 from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
 from agenticrun_api.status import CheckpointStatus
-from agenticrun_operator.cluster import (
-    NamespaceGone,
-    NotFound,
-    NotServed,
-    Refused,
-)
+from agenticrun_operator.errors import NamespaceGone, NotFound, NotServed, Refused
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Manifest
 from operator_world import NAME, Operator, World, condition, happened, training

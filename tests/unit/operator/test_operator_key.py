@@ -11,7 +11,7 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from agenticrun_operator import operator_key as module
-from agenticrun_operator.cluster import AlreadyExists, KubeUnavailable
+from agenticrun_operator.errors import AlreadyExists, KubeUnavailable
 from agenticrun_operator.operator_key import UnusableKey, read_or_create, wait_for_key
 from agenticrun_operator.resources import OperatorKey
 from agenticrun_operator.settings import Settings

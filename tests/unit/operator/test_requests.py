@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from kubernetes.aio import client
 
 from agenticrun_api import AgenticRunStatus, Reason
-from agenticrun_operator.cluster import (
+from agenticrun_operator.cluster import KubeClient
+from agenticrun_operator.cluster import kube as kube_client
+from agenticrun_operator.cluster.kube import utf8_json
+from agenticrun_operator.errors import (
     AlreadyExists,
     ClusterError,
     Conflict,
     Denied,
-    KubeClient,
     KubeUnavailable,
     NotFound,
     Refused,
@@ -29,8 +31,6 @@ from agenticrun_operator.cluster import (
     Unanswered,
     WebhookUnavailable,
 )
-from agenticrun_operator.cluster import kube as kube_client
-from agenticrun_operator.cluster.kube import utf8_json
 from agenticrun_operator.resources import Event, Manifest
 
 RUN = {"metadata": {"name": "lake", "namespace": "team", "uid": "u", "resourceVersion": "7"}}

@@ -11,7 +11,8 @@ from agenticrun_api import ConditionType, Phase, PoolStatus, Role
 from agenticrun_api.load import parse_served
 from agenticrun_api.status import CheckpointStatus, RoleStatus
 from agenticrun_api.version import __version__
-from agenticrun_operator.cluster import (
+from agenticrun_operator.errors import (
+    ClusterError,
     Denied,
     KubeUnavailable,
     Refused,
@@ -19,7 +20,6 @@ from agenticrun_operator.cluster import (
     TooLarge,
     WebhookUnavailable,
 )
-from agenticrun_operator.errors import ClusterError
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Manifest, replicas_in
 from operator_world import NAME, Operator, World, condition, happened, training

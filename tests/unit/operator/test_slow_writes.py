@@ -15,7 +15,7 @@ import pytest
 from agenticrun_api import AgenticRunStatus, ConditionType, Phase
 from agenticrun_api.status import CheckpointStatus, JobStatus
 from agenticrun_operator.applying import without_reports
-from agenticrun_operator.cluster import (
+from agenticrun_operator.errors import (
     ClusterError,
     KubeUnavailable,
     Refused,

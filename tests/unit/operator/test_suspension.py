@@ -11,7 +11,7 @@ from agenticrun_api import Activity, ConditionType, Outcome, Phase, Role
 from agenticrun_api.names import KIND
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_api.version import __version__
-from agenticrun_operator.cluster import Denied
+from agenticrun_operator.errors import Denied
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Manifest, OperatorKey, WorkerImages, images_in
 from operator_world import NAME, Gpus, Operator, World, condition, happened, training

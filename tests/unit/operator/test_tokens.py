@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from agenticrun_api import Condition, ConditionType, Outcome, Phase, Role
-from agenticrun_operator.cluster import Denied
+from agenticrun_operator.errors import Denied
 from agenticrun_operator.resources import OperatorKey
 from operator_world import NAME, Operator, World, happened, training
 

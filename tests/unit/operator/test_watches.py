@@ -13,8 +13,9 @@ from kubernetes.aio import client
 
 from agenticrun_api.names import KIND, LABEL_RUN
 from agenticrun_operator import watches
-from agenticrun_operator.cluster import KubeClient, NamespaceGone, NotServed
+from agenticrun_operator.cluster import KubeClient
 from agenticrun_operator.cluster import kube as kube_client
+from agenticrun_operator.errors import NamespaceGone, NotServed
 from agenticrun_operator.watch_cache import WatchCache
 from agenticrun_operator.watches import Watch
 from agenticrun_operator.workqueue import Key

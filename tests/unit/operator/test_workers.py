@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from agenticrun_operator.cluster import KubeUnavailable
 from agenticrun_operator.cluster import kube as kube_client
+from agenticrun_operator.errors import KubeUnavailable
 from agenticrun_operator.reconcile_workers import (
     JITTER,
     MAX_UNAVAILABLE_SECONDS,
