@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from pathlib import Path
 from types import TracebackType
@@ -104,6 +104,21 @@ class _Open:
     args: dict[str, Any]
 
 
+@dataclass
+class _Buffers:
+    """One recording in memory."""
+
+    max_spans: int
+    begin: int = field(default_factory=time.perf_counter_ns)
+    spans: list[Span] = field(default_factory=list)
+    open: dict[object, _Open] = field(default_factory=dict)
+    free: list[int] = field(default_factory=lambda: list(range(1, LANES + 1)))
+    counters: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    resolution: int = RESOLUTION
+    left_out: int = 0
+    dropped: int = 0
+
+
 class Recorder:
     """Recorder of one process, or of one actor where several share a process.
 
@@ -124,19 +139,14 @@ class Recorder:
         self.main = MainTrack(self)
         self._sample = sample
         self._sampler: asyncio.Task[None] | None = None
+        self._buffers = _Buffers(0)
+        """The recording that goes into memory now, or went there last."""
 
     def begin(self, max_spans: int) -> None:
         """Begin to record, even if an earlier recording has not ended."""
         self._stop_sampling()
         self.number += 1
-        self._max_spans = max_spans
-        self._begin = time.perf_counter_ns()
-        self._spans: list[Span] = []
-        self._open: dict[object, _Open] = {}
-        self._free = list(range(1, LANES + 1))
-        self._counters: dict[str, list[tuple[int, float]]] = {}
-        self._resolution = RESOLUTION
-        self._left_out = self._dropped = 0
+        self._buffers = _Buffers(max_spans)
         self.on = True
         _recording.add(self)
         if self._sample is not None:
@@ -150,7 +160,7 @@ class Recorder:
         self._stop_sampling()
         if self._sample is not None:
             self._take_sample()
-        for key, span_ in list(self._open.items()):
+        for key, span_ in list(self._buffers.open.items()):
             span_.args["unfinished"] = True
             self.close(key)
         self.on = False
@@ -158,12 +168,12 @@ class Recorder:
         return Recording(
             self.name,
             self.kind,
-            self._begin,
+            self._buffers.begin,
             time.perf_counter_ns(),
-            self._spans,
-            self._counters,
-            self._left_out,
-            self._dropped,
+            self._buffers.spans,
+            self._buffers.counters,
+            self._buffers.left_out,
+            self._buffers.dropped,
         )
 
     def track(self, name: str, **args: Any) -> Track:
@@ -177,8 +187,8 @@ class Recorder:
     def count(self, name: str, value: float) -> None:
         """Record that a counter has this value from now on. Call it only while `on`."""
         now = time.perf_counter_ns()
-        points = self._counters.setdefault(name, [])
-        if points and now - points[-1][0] < self._resolution:
+        points = self._buffers.counters.setdefault(name, [])
+        if points and now - points[-1][0] < self._buffers.resolution:
             points[-1] = (points[-1][0], value)
             return
         if points and points[-1][1] == value:
@@ -186,7 +196,7 @@ class Recorder:
         points.append((now, value))
         if len(points) > POINTS:
             del points[1:-1:2]
-            self._resolution *= 2
+            self._buffers.resolution *= 2
 
     def span_in(self, lane: int, name: str, args: dict[str, Any]) -> AbstractContextManager[None]:
         """Record the `with` block in a lane. Call it only while `on`."""
@@ -196,35 +206,35 @@ class Recorder:
 
     def open(self, key: object, lane: int, name: str, args: dict[str, Any]) -> None:
         """Begin a span, which `close` ends."""
-        self._open[key] = _Open(lane, name, time.perf_counter_ns(), args)
+        self._buffers.open[key] = _Open(lane, name, time.perf_counter_ns(), args)
 
     def close(self, key: object) -> int | None:
         """End a span and return its lane. A span of an earlier recording is ignored."""
-        span_ = self._open.pop(key, None) if self.on else None
+        span_ = self._buffers.open.pop(key, None) if self.on else None
         if span_ is None:
             return None
-        if len(self._spans) < self._max_spans:
+        if len(self._buffers.spans) < self._buffers.max_spans:
             now = time.perf_counter_ns()
-            self._spans.append(Span(span_.lane, span_.name, span_.begin, now, span_.args))
+            self._buffers.spans.append(Span(span_.lane, span_.name, span_.begin, now, span_.args))
         else:
-            self._dropped += 1
+            self._buffers.dropped += 1
         return span_.lane
 
     def annotate(self, key: object, args: Mapping[str, Any]) -> None:
         """Add arguments to a span that is open."""
-        if key in self._open:
-            self._open[key].args.update(args)
+        if key in self._buffers.open:
+            self._buffers.open[key].args.update(args)
 
     def take_lane(self) -> int | None:
         """Return a free lane for a track; None if there is none, which is counted."""
-        if self._free:
-            return heapq.heappop(self._free)
-        self._left_out += 1
+        if self._buffers.free:
+            return heapq.heappop(self._buffers.free)
+        self._buffers.left_out += 1
         return None
 
     def free_lane(self, lane: int) -> None:
         """Give a lane to later tracks."""
-        heapq.heappush(self._free, lane)
+        heapq.heappush(self._buffers.free, lane)
 
     def _take_sample(self) -> None:
         assert self._sample is not None

@@ -11,7 +11,7 @@ import pytest
 
 from agenticrun_api import Activity, Outcome, Phase
 from agenticrun_api.names import KIND
-from agenticrun_operator import observed, observing, reconciler
+from agenticrun_operator import pod_reader, reconciler
 from fleet import Fleet
 from operator_world import NAME, NAMESPACE, Operator, World, training
 
@@ -86,7 +86,7 @@ async def test_an_event_of_one_of_many_pods_reads_one_pod(
     await training(operator)
     world.now += timedelta(seconds=30)
     await operator.reconcile()
-    calls = counted(monkeypatch, (observed, "read_pod"), (observing, "resolve_pod"))
+    calls = counted(monkeypatch, (pod_reader, "read_pod"), (pod_reader, "resolve_pod"))
     for pod in world.pods()[:3]:
         pod["status"]["message"] = "changed"
         await operator.reconcile()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,27 @@ if TYPE_CHECKING:
 
 REMEMBERED = 4
 """Unresponsive engines to remember per expected engine, since a slow one may still answer."""
+
+
+@dataclass
+class _Part:
+    """What was counted since the last call of `metrics`."""
+
+    began: float
+    read_at: float
+    """Time of the last reading."""
+    idle_then: float
+    """Seconds without an episode in flight until the beginning."""
+    ejected_then: float
+    there: float = 0.0
+    """Seconds times seats, with an engine."""
+    busy: float = 0.0
+    """The same, with an engine that computes."""
+    used: float = 0.0
+    """The same, with a request."""
+    sync_idle: float = 0.0
+    sync_without_episodes: float = 0.0
+    aborted_tokens: int = 0
 
 
 class EngineTime:
@@ -61,16 +82,10 @@ class EngineTime:
         """Seats of engines that were forgotten, the largest first; as many as were ever wanted."""
         self._reported: dict[str, tuple[float, EngineStats]] = {}
         """The same at the last call of `metrics`."""
-        self._restart(time.perf_counter())
+        self._part = self._new_part(time.perf_counter())
 
-    def _restart(self, now: float) -> None:
-        self._began = self._read_at = now
-        self._idle_then = self._idle_seconds()
-        self._ejected_then = self._ejected_seconds()
-        self._there = self._busy = self._used = 0.0
-        """Seconds times seats: with an engine, with one that computes, with a request."""
-        self._sync_idle = self._sync_without_episodes = 0.0
-        self._aborted_tokens = 0
+    def _new_part(self, now: float) -> _Part:
+        return _Part(now, now, self._idle_seconds(), self._ejected_seconds())
 
     async def _read(self) -> Mapping[str, EngineStats]:
         """Count the time since the last reading."""
@@ -79,17 +94,17 @@ class EngineTime:
         for engine, stats in answers.items():
             if known := self._newest.get(engine):
                 then, before = known
-                there = now - max(then, self._began)
+                there = now - max(then, self._part.began)
             else:
                 before = _at_its_start(stats)
-                since = now - self._read_at
+                since = now - self._part.read_at
                 there = min(stats.busy_seconds, since) if self._newest else since
-            self._there += stats.seats * there
-            self._busy += stats.seats * min(stats.busy_seconds - before.busy_seconds, there)
-            self._used += min(stats.seat_seconds - before.seat_seconds, stats.seats * there)
-            self._aborted_tokens += stats.aborted_tokens - before.aborted_tokens
+            self._part.there += stats.seats * there
+            self._part.busy += stats.seats * min(stats.busy_seconds - before.busy_seconds, there)
+            self._part.used += min(stats.seat_seconds - before.seat_seconds, stats.seats * there)
+            self._part.aborted_tokens += stats.aborted_tokens - before.aborted_tokens
         self._newest |= {engine: (now, stats) for engine, stats in answers.items()}
-        self._read_at = now
+        self._part.read_at = now
         return answers
 
     def _wanted_seats(self) -> int:
@@ -105,7 +120,9 @@ class EngineTime:
         """Forget engines that have been silent for longest: they are gone for good."""
         self._most_wanted = max(self._most_wanted, self._count())
         silent = sorted(
-            (then, engine) for engine, (then, _) in self._newest.items() if then < self._read_at
+            (then, engine)
+            for engine, (then, _) in self._newest.items()
+            if then < self._part.read_at
         )
         too_many = len(silent) - REMEMBERED * self._most_wanted
         for _, engine in silent[: max(too_many, 0)]:
@@ -116,16 +133,16 @@ class EngineTime:
     async def syncing(self) -> AsyncIterator[None]:
         """Count the time inside the `with` block as a weight sync."""
         await self._read()
-        without, idle = self._idle_seconds(), self._there - self._busy
+        without, idle = self._idle_seconds(), self._part.there - self._part.busy
         yield
         await self._read()
-        self._sync_idle += self._there - self._busy - idle
-        self._sync_without_episodes += self._idle_seconds() - without
+        self._part.sync_idle += self._part.there - self._part.busy - idle
+        self._part.sync_without_episodes += self._idle_seconds() - without
 
     async def metrics(self) -> Metrics:
         """Return the metrics of the time since the last call, or since the beginning."""
         answers = await self._read()
-        now, seconds = self._read_at, self._read_at - self._began
+        now, seconds = self._part.read_at, self._part.read_at - self._part.began
         before = {engine: stats for engine, (_, stats) in self._reported.items()}
         since = {engine: now - then for engine, (then, _) in self._reported.items()}
         found = engine_metrics(
@@ -134,27 +151,27 @@ class EngineTime:
         seats_before, self._seats = self._seats, self._wanted_seats()
         # Some of the leaving engines may have computed until a moment ago.
         if whole := max(seats_before, self._seats) * seconds:
-            there, busy = min(self._there / whole, 1.0), self._busy / whole
-            weights = min(self._sync_idle / whole, there - busy)
-            without = self._idle_seconds() - self._idle_then - self._sync_without_episodes
+            there, busy = min(self._part.there / whole, 1.0), self._part.busy / whole
+            weights = min(self._part.sync_idle / whole, there - busy)
+            without = self._idle_seconds() - self._part.idle_then - self._part.sync_without_episodes
             gate = min(without / seconds * there, there - busy - weights)
-            ejected = self._ejected_seconds() - self._ejected_then
+            ejected = self._ejected_seconds() - self._part.ejected_then
             ejected *= 1 - without / seconds  # without episodes, all engines wait for the gate
             ejected = min(
                 ejected / (max(self._count(), 1) * seconds), there - busy - weights - gate
             )
             found |= {
-                "rollout/utilization": self._used / whole,
-                "rollout/idle/few_requests": busy - self._used / whole,
+                "rollout/utilization": self._part.used / whole,
+                "rollout/idle/few_requests": busy - self._part.used / whole,
                 "rollout/idle/weights": weights,
                 "rollout/idle/gate": gate,
                 "rollout/idle/env": there - busy - weights - gate - ejected,
                 "rollout/idle/lost": 1.0 - there + ejected,
             }
-        found["rollout/aborted_tokens"] = float(self._aborted_tokens)
+        found["rollout/aborted_tokens"] = float(self._part.aborted_tokens)
         self._forget_silent()
         self._reported = dict(self._newest)
-        self._restart(now)
+        self._part = self._new_part(now)
         return found
 
 

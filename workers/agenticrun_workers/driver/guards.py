@@ -78,10 +78,11 @@ class GuardWatch:
     """
 
     def __init__(self, spec: Guards, state: Mapping[str, int] | None = None) -> None:
-        self._streaks = dict(state or {})
+        self._spec, self._guards = spec, guards_of(spec)
+        known = state or {}
+        self._streaks = {guard.name: known.get(guard.name, 0) for guard in self._guards}
         self._reasons: dict[str, str] = {}
         self._unmeasured: Counter[str] = Counter()
-        self.configure(spec)
 
     def configure(self, spec: Guards) -> None:
         """Take other bounds over. The steps that are counted stay."""

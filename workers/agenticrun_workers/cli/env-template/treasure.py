@@ -29,6 +29,7 @@ class Treasure:
         if size < 2:  # validation would have no level, see reset
             raise ValueError(f"size must be at least 2, not {size}")
         self.size = size
+        self.east = self.north = 0
 
     def reset(self, seed: int, split: str) -> str:
         """Start an episode and return its first observation.

@@ -37,6 +37,23 @@ from agenticrun_workers.types import (
 )
 
 
+@dataclass(frozen=True)
+class _Selection:
+    """The slots and positions of a forward pass."""
+
+    rows: slice
+    width: int
+    """Number of new tokens of each row."""
+    visible: int
+    """Number of keys that attention sees."""
+    starts_B: Tensor
+    """Position of each row's first new token, int64."""
+    start: int | None
+    """The same if it is equal for all rows, else None."""
+    write_at: dict[int, Tensor] = field(default_factory=dict)
+    """Where the storage has the new tokens, by number of heads: `SlotCache._flat_positions`."""
+
+
 class SlotCache(Cache):  # type: ignore[misc]
     """Keys and values of many sessions, which a transformers model reads and writes in batches.
 
@@ -56,6 +73,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._values: list[Tensor] = []
         self._max_slots, self._max_length = max_slots, max_length
         self._slots = self._length = 0
+        self._chosen = _Selection(slice(0, 0), 0, 0, torch.zeros(0, dtype=torch.int64), 0)
 
     @property
     def nbytes(self) -> int:
@@ -70,21 +88,18 @@ class SlotCache(Cache):  # type: ignore[misc]
             starts: number of positions that each slot holds already.
             width: number of tokens that each row adds from there.
         """
-        self._rows = slice(first, first + len(starts))
-        self._width = width
-        self._visible = max(starts) + width
-        self._slots = _grown(self._slots, self._rows.stop, self._max_slots)
-        self._length = _grown(self._length, self._visible, self._max_length)
-        self._starts_B = torch.tensor(starts)
-        self._start = starts[0] if min(starts) == max(starts) else None
-        self._write_at: dict[int, Tensor] = {}
+        rows, visible = slice(first, first + len(starts)), max(starts) + width
+        self._slots = _grown(self._slots, rows.stop, self._max_slots)
+        self._length = _grown(self._length, visible, self._max_length)
+        start = starts[0] if min(starts) == max(starts) else None
+        self._chosen = _Selection(rows, width, visible, torch.tensor(starts), start)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # noqa: ARG002
         """Return the position of each row's first new token: int, or int64 [B]. See `_mask_rows`.
 
         With an int, transformers leaves out masks that attention can do without.
         """
-        return self._starts_B if self._start is None else self._start
+        return self._chosen.starts_B if self._chosen.start is None else self._chosen.start
 
     def get_mask_sizes(
         self,
@@ -92,7 +107,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         layer_idx: int,  # noqa: ARG002
     ) -> tuple[int, int]:
         """Return the number of keys that attention sees, and the position of the first."""
-        return self._visible, 0
+        return self._chosen.visible, 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int
@@ -136,23 +151,23 @@ class SlotCache(Cache):  # type: ignore[misc]
                 held[[one, other], :, :length] = held[[other, one], :, :length]
 
     def _exchange(self, store: list[Tensor], layer: int, states: Tensor) -> Tensor:
-        held = self._at_full_size(store, layer)
-        rows = held[self._rows]
-        if self._start is not None:
-            rows[:, :, self._start : self._visible] = states
+        held, chosen = self._at_full_size(store, layer), self._chosen
+        rows = held[chosen.rows]
+        if chosen.start is not None:
+            rows[:, :, chosen.start : chosen.visible] = states
         else:
             heads, size = states.shape[1], states.shape[3]
-            if heads not in self._write_at:
-                self._write_at[heads] = self._flat_positions(heads, states.device)
+            if heads not in chosen.write_at:
+                chosen.write_at[heads] = self._flat_positions(heads, states.device)
             # index_copy_ is many times faster than index_put_ and scatter_.
-            held.view(-1, size).index_copy_(0, self._write_at[heads], states.reshape(-1, size))
-        return rows[:, :, : self._visible]
+            held.view(-1, size).index_copy_(0, chosen.write_at[heads], states.reshape(-1, size))
+        return rows[:, :, : chosen.visible]
 
     def _flat_positions(self, heads: int, device: torch.device) -> Tensor:
         """Return where the storage has the new tokens of all rows and heads, int64 [B * H * Q]."""
-        slots_B = torch.arange(self._rows.start, self._rows.stop)
+        slots_B = torch.arange(self._chosen.rows.start, self._chosen.rows.stop)
         blocks_BH = slots_B[:, None] * heads + torch.arange(heads)
-        positions_BQ = self._starts_B[:, None] + torch.arange(self._width)
+        positions_BQ = self._chosen.starts_B[:, None] + torch.arange(self._chosen.width)
         flat_BHQ = blocks_BH[:, :, None] * self._length + positions_BQ[:, None]
         return flat_BHQ.flatten().to(device)
 
