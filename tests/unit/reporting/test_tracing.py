@@ -117,10 +117,10 @@ def test_memory_is_bounded_and_dropped_spans_are_counted() -> None:
     for _ in range(15):
         with recorder.span("x"):
             pass
-    recorder._resolution = 0
+    recorder._buffers.resolution = 0
     for value in range(3 * POINTS):
         recorder.count("n", value)
-        recorder._resolution = 0
+        recorder._buffers.resolution = 0
     found = ended(recorder)
     assert (len(found.spans), found.dropped_spans) == (10, 5)
     values = [value for _, value in found.counters["n"]]
