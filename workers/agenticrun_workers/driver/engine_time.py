@@ -22,7 +22,7 @@ REMEMBERED = 4
 
 @dataclass
 class _Part:
-    """What was counted since the last call of `metrics`."""
+    """The counts since the last call of `metrics`."""
 
     began: float
     read_at: float

@@ -51,7 +51,7 @@ class _Selection:
     start: int | None
     """The same if it is equal for all rows, else None."""
     write_at: dict[int, Tensor] = field(default_factory=dict)
-    """Where the storage has the new tokens, by number of heads: `SlotCache._flat_positions`."""
+    """Places of the new tokens in the storage, by number of heads: `SlotCache._flat_positions`."""
 
 
 class SlotCache(Cache):  # type: ignore[misc]
