@@ -125,7 +125,7 @@ drills: setup ## Slow fault drills (tier two of docs/testing.md)
 	@$(BIN)/python benchmarks/soak.py
 	@AGENTICRUN_DETERMINISTIC_KILLS=20 $(BIN)/pytest -q tests/integration/local/test_deterministic.py
 	@AGENTICRUN_E2E_OPERATOR_DOWN_SECONDS=300 $(BIN)/pytest -q tests/e2e/test_run.py
-	@AGENTICRUN_E2E_DRILLS=all AGENTICRUN_DRILLS_TABLE=docs/drills.md $(BIN)/pytest -q tests/e2e/test_drills.py
+	@AGENTICRUN_E2E_DRILLS=all AGENTICRUN_DRILLS_TABLE=benchmarks/results/drills.md $(BIN)/pytest -q tests/e2e/test_drills.py
 	@AGENTICRUN_E2E_DRILLS=all $(BIN)/pytest -q tests/e2e/test_upgrade.py
 	@AGENTICRUN_PROXY_SECONDS=600 AGENTICRUN_PROXY_RUNS=20 $(BIN)/pytest -q -s tests/integration/operator/test_faulty_apiserver.py
 	@AGENTICRUN_E2E_ENGINES=sglang,vllm $(BIN)/pytest -q -s tests/e2e/test_engines.py

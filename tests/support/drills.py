@@ -491,7 +491,7 @@ def _newest_checkpoint(folders: Iterable[Path], run: dict[str, Any]) -> int | No
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table in docs/drills.md."""
+    """One line of the table in benchmarks/results/drills.md."""
 
     drill: str
     date: str
