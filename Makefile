@@ -10,8 +10,6 @@ DEVCLUSTER := $(PYTHON) tools/devcluster
 LOCKS := dev operator workers
 ENGINE_NAMES := sglang vllm
 ENGINE_LOCKING := --python-version 3.11 --python-platform x86_64-manylinux_2_35 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links
-# Machines with a GPU get the official packages, others what runs on a CPU.
-ENGINE_FLAVOUR := $(if $(shell command -v nvidia-smi),,-cpu)
 
 .PHONY: help
 help: ## List the commands
@@ -31,12 +29,17 @@ $(VENV)/.done: locks/dev.txt pyproject.toml
 	@touch $@
 
 .PHONY: engines
-engines: $(ENGINE_NAMES:%=.engines/%/.done) ## Make the environments of SGLang and vLLM in .engines (5 GB each the first time)
-.engines/%/.done: locks/%$(ENGINE_FLAVOUR).txt | $(VENV)/.done
-	@echo "installing $< into .engines/$*"
-	@test -x .engines/$*/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python .engines/$*
-	@$(BIN)/uv pip sync --quiet --python .engines/$*/bin/python --compile-bytecode --require-hashes $<
-	@touch $@
+engines: $(ENGINE_NAMES:%=.engines/$(if $(GPUS),gpu/)%/.done) ## Make the environments of SGLang and vLLM in .engines, for CPUs or (GPUS=1) for GPUs; 5 GB each
+.engines/gpu/%/.done: locks/%.txt | $(VENV)/.done
+	$(install-engine)
+.engines/%/.done: locks/%-cpu.txt | $(VENV)/.done
+	$(install-engine)
+define install-engine
+@echo "installing $< into $(@D)"
+@test -x $(@D)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(@D)
+@$(BIN)/uv pip sync --quiet --python $(@D)/bin/python --compile-bytecode --require-hashes $<
+@touch $@
+endef
 
 .PHONY: lock
 lock: setup ## Compile locks/*.txt from pyproject.toml (UPGRADE=1: to the newest versions that it allows)

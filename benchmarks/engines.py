@@ -208,7 +208,7 @@ async def measure(
     """Tokens per second by way, for each of LENGTHS."""
     options = ActorOptions(max_concurrency=1000)
     actor = RayLauncher().start(options, MeasuredActor, "engine-0")
-    await actor.call(lambda actor: actor.start(pipeline_for(engine), ModelSource(str(model)), 0, 1))
+    await actor.call(lambda actor: actor.start(pipeline_for(engine), ModelSource(str(model)), 1))
     await ask_through_client(actor, Work.make(8, 64, 0), "warm-up")
     found = {}
     for length, new_tokens in LENGTHS.items():

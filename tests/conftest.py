@@ -46,6 +46,11 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# The runs of tests have no GPUs. Ray hides the machine's from their actors (`names.RAY_ENV`), this
+# from the tests' own processes, in which torch would initialise them.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 ON_THE_CLUSTER = ("api", "chart", "devcluster", "operator")
 """Folders of integration tests that follow each other. They have the marker `cluster`, too."""
 

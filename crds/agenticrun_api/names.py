@@ -89,10 +89,16 @@ ENV_REPLICAS = "AGENTICRUN_REPLICAS"
 ENV_SIMULATED_GPUS = "AGENTICRUN_SIMULATED_GPUS"
 """Set in containers that got simulated GPUs, by the device plugin of the development cluster: their
 processes compute on CPUs."""
-RAY_ENV = {"RAY_USAGE_STATS_ENABLED": "0", "MALLOC_ARENA_MAX": "2"}
-"""Variables of a run's processes, unless the user sets them. glibc would give threads arenas
-of their own, up to 8 per core, and what is free in one is of no use to the others: processes that
-run for days would grow."""
+ENV_NODE = "AGENTICRUN_NODE"
+"""Name of a pod's node."""
+RAY_ENV = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+"""Variables of a run's processes, unless the user sets them. Ray hides all GPUs from an actor that
+has none (CUDA_VISIBLE_DEVICES=""). glibc would give threads arenas of their own, up to 8 per core,
+and what is free in one is of no use to the others: processes that run for days would grow."""
 DRIVER_COMMAND = "python -m agenticrun_workers.driver"
 FETCH_COMMAND = ("python", "-m", "agenticrun_workers.code.git")
 INSTALL_COMMAND = ("python", "-m", "agenticrun_workers.code.packages")

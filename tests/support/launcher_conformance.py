@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from agenticrun_workers.launch import (
     current_node,
 )
 
+CHOICE = ContextVar("choice", default="")
 NOT_UTF8 = os.fsdecode(b"/data/n\xe9")
 """Name of a file as Python gives it; Ray cannot carry it in the text of an exception."""
 
@@ -90,6 +92,15 @@ class Counter:
     def node(self) -> tuple[str, str]:
         node = current_node()
         return node.node_id, node.address
+
+    def choose(self, choice: str) -> None:
+        CHOICE.set(choice)
+
+    def chosen(self) -> str:
+        return CHOICE.get()
+
+    def gpus(self) -> tuple[tuple[str, ...], str | None]:
+        return current_node().gpus, os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 class Keeper:
@@ -283,6 +294,28 @@ class LauncherConformance:
         with pytest.raises(Refused) as raised:
             await soon(using)
         assert raised.value.number == 6
+
+    async def test_what_a_call_sets_in_its_context_is_there_in_later_calls_of_this_actor_only(
+        self, launcher: Launcher, counter: ActorHandle[Counter]
+    ) -> None:
+        other = launcher.start(ActorOptions(), Counter, 0)
+        for actor, choice in ((counter, "one"), (other, "two")):
+            await soon(actor.call(lambda actor, choice=choice: actor.choose(choice)))  # type: ignore[misc]
+        assert await soon(counter.call(lambda actor: actor.chosen())) == "one"
+        assert await soon(other.call(lambda actor: actor.chosen())) == "two"
+        other.kill()
+
+    async def test_no_gpu_is_reserved_for_two_actors(self, launcher: Launcher) -> None:
+        actors = [
+            launcher.start(ActorOptions(Role.TRAINER, gpus=gpus), Counter, 0) for gpus in (2, 1)
+        ]
+        (two, _), (one, _) = [
+            await soon(actor.call(lambda actor: actor.gpus())) for actor in actors
+        ]
+        assert (len(two), len(one)) == (2, 1)
+        assert not {*two} & {*one}
+        for actor in actors:
+            actor.kill()
 
     async def test_a_pair_comes_as_two_results(self, counter: ActorHandle[Counter]) -> None:
         number, text = counter.call_pair(lambda actor: actor.both())

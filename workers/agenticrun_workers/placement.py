@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from agenticrun_api import Role
+from agenticrun_api.names import ENV_NODE
 from agenticrun_workers.launch import current_node
 
 Member = TypeVar("Member")
@@ -41,8 +42,17 @@ class Placement:
 def current_placement(actor: str, role: Role) -> Placement:
     """Return the placement of the calling actor."""
     node = current_node()
-    pod = os.environ.get("POD_NAME") or socket.gethostname()
-    return Placement(actor, role, node.node_id, pod, os.getpid(), node.gpus, usable_cores())
+    return Placement(actor, role, node.node_id, pod_name(), os.getpid(), node.gpus, usable_cores())
+
+
+def pod_name() -> str:
+    """Return the name of this pod, or of this machine."""
+    return os.environ.get("POD_NAME") or socket.gethostname()
+
+
+def node_name() -> str:
+    """Return the name of this pod's Kubernetes node; "" outside of Kubernetes."""
+    return os.environ.get(ENV_NODE, "")
 
 
 def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import (
+    ENV_NODE,
     ENV_POD_IP,
     ENV_POD_UID,
     ENV_RAY_TOKEN,
@@ -223,7 +224,7 @@ def _environment(run: AgenticRun, role: Role) -> list[Manifest]:
     overridden = [variable.get("name") for variable in theirs]  # of any type, until it is applied
     return [
         variable
-        for variable in [*variables, *_hugging_face(run)]
+        for variable in [*variables, _field(ENV_NODE, "spec.nodeName"), *_hugging_face(run)]
         if variable["name"] not in overridden
     ] + theirs
 

@@ -306,7 +306,7 @@ async def test_an_engine_that_cannot_read_its_model_says_that_the_model_is_the_c
     pipeline = tiny_run(actorInfer={"strategy": {"name": strategy}}).spec.pipeline
     engine = RayLauncher().start(ActorOptions(max_concurrency=2), EngineActor, "engine")
     with pytest.raises(UnusableModel, match=str(tmp_path)):  # `EnginePool` names the field
-        await engine.call(lambda actor: actor.start(pipeline, ModelSource(str(tmp_path)), 0, 1))
+        await engine.call(lambda actor: actor.start(pipeline, ModelSource(str(tmp_path)), 1))
     engine.kill()
 
 

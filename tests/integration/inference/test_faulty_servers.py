@@ -211,7 +211,7 @@ class ServerWorld(World):
         actor, exits = Actor(name), await self.exits.enter_async_context(AsyncExitStack())
         self._exits[name] = exits
         exits.push_async_callback(actor.close)
-        await actor.start(self._pipeline, self._source, 0, 1)
+        await actor.start(self._pipeline, self._source, 1)
         proxy = await exits.enter_async_context(FaultyServer(actor.server.url).serve())
         await actor.go_through(proxy.url)
         self._proxies[name] = proxy

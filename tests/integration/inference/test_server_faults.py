@@ -118,7 +118,7 @@ class Drill:
     async def _spawn(self, name: str, _: int) -> ActorHandle[EngineActor]:
         handle = RayLauncher().start(ActorOptions(max_concurrency=100), ImpatientEngine, name)
         self._actors[name] = await handle.call(lambda engine: engine.be_impatient())
-        await handle.call(lambda engine: engine.start(self._pipeline, self._source, 0, 1))
+        await handle.call(lambda engine: engine.start(self._pipeline, self._source, 1))
         return handle
 
     async def _changed(self, engines: dict[str, ActorHandle[EngineActor]]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import ray
 from ray.actor import _ActorClassMethodMetadata
 
+from agenticrun_api import Role
 from agenticrun_workers.launch import ActorDied, ActorHandle, ActorOptions, Launcher
 from agenticrun_workers.launch.ray_launcher import RayLauncher
 from launcher_conformance import Counter, Keeper, LauncherConformance
@@ -30,6 +31,16 @@ class TestRayLauncher(LauncherConformance):
         assert await another.call(lambda actor: actor.add(1)) == 1
         assert len(_ActorClassMethodMetadata._cache) == kept
         another.kill()
+
+    async def test_an_actor_sees_the_gpus_that_are_reserved_for_it_and_no_others(
+        self, launcher: Launcher, counter: ActorHandle[Counter]
+    ) -> None:
+        assert await counter.call(lambda actor: actor.gpus()) == ((), "")
+        options = ActorOptions(Role.TRAINER, gpus=2)
+        trainer = launcher.start(options, Counter, 0)
+        reserved, visible = await trainer.call(lambda actor: actor.gpus())
+        assert visible == ",".join(reserved)
+        trainer.kill()
 
     async def test_an_actor_for_a_node_that_is_lost_counts_as_dead(
         self, launcher: Launcher

@@ -45,6 +45,15 @@ def test_the_folder_that_the_variable_names_comes_first_then_the_images_then_the
     assert find_engine("toy", ["toy"], "==1.2.3") == named
 
 
+def test_a_checkout_has_a_build_for_each_kind_of_device(tmp_path: Path) -> None:
+    cpu, gpu = (install(tmp_path / where, "toy", "1") for where in ("checkout", "checkout/gpu"))
+    assert find_engine("toy", ["toy"], "==1") == cpu
+    assert find_engine("toy", ["toy"], "==1", gpus=2) == gpu
+    (tmp_path / "checkout/gpu").rename(tmp_path / "checkout/other")
+    with pytest.raises(EngineStartError, match=r"checkout/gpu/toy.*run `make engines GPUS=1`"):
+        find_engine("toy", ["toy"], "==1", gpus=2)
+
+
 def test_any_of_the_packages_may_provide_the_engine(tmp_path: Path) -> None:
     python = install(tmp_path / "checkout", "toy_cpu", "1.2.3+cpu")
     assert find_engine("toy", ["toy", "toy-cpu"], "==1.2.*") == python

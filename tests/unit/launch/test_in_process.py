@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from agenticrun_api import Role
 from agenticrun_workers.launch import ActorDied, ActorOptions, Launcher
 from agenticrun_workers.launch.in_process import InProcessLauncher
-from launcher_conformance import LauncherConformance, soon
+from launcher_conformance import Counter, LauncherConformance, soon
 from waiting import eventually_in_loop
 
 
@@ -44,6 +45,19 @@ class Closed:
 
     async def close(self) -> None:
         self._notes.append("closed")
+
+
+async def test_the_gpus_of_an_actor_that_has_ended_are_free(launcher: Launcher) -> None:
+    options = ActorOptions(Role.TRAINER, gpus=1)
+    first, second = (launcher.start(options, Counter, 0) for _ in range(2))
+    assert (await soon(second.call(lambda actor: actor.gpus())))[0] == ("1",)
+    first.kill()
+    (thread,) = first._actor.threads  # type: ignore[attr-defined]
+    await eventually_in_loop(lambda: not thread.is_alive(), 10, "the end of the first actor")
+    third = launcher.start(options, Counter, 0)
+    assert (await soon(third.call(lambda actor: actor.gpus())))[0] == ("0",)
+    for actor in (second, third):
+        actor.kill()
 
 
 async def test_the_end_of_the_launcher_ends_calls_objects_and_threads() -> None:

@@ -280,7 +280,13 @@ def test_an_engine_with_a_server_names_the_file_before_it_starts_the_server(
     )
     with pytest.raises(UnusableModel, match="is cut off"):
         build_engine(
-            pipeline, ModelSource(str(folder)), str(folder), gpus=0, threads=1, logs=tmp_path
+            pipeline,
+            ModelSource(str(folder)),
+            str(folder),
+            owner="inference engine engine-0",
+            gpus=(),
+            threads=1,
+            logs=tmp_path,
         )
 
 

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig
 
-from agenticrun_workers.models.devices import claim_device, collective_backends, compute_device
 from agenticrun_workers.models.pretrained import ModelLoadError, load_config, load_model
 
 SMALL: dict[str, Any] = {
@@ -112,20 +110,3 @@ def test_a_dense_text_model_is_not(model_type: str, tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=f"{tmp_path} has no config.json"):
         load_config(str(tmp_path))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_without_a_gpu_ranks_live_on_the_cpu_and_talk_by_gloo() -> None:
-    assert claim_device(3) == compute_device() == torch.device("cpu")
-    assert collective_backends(compute_device()) == "gloo"
-
-
-def test_tensors_on_a_gpu_go_by_nccl_and_those_in_host_memory_by_gloo() -> None:
-    assert collective_backends(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_ranks_that_see_the_same_gpus_take_them_in_turn() -> None:
-    assert [claim_device(rank).index for rank in range(4)] == [
-        rank % torch.cuda.device_count() for rank in range(4)
-    ]

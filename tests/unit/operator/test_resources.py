@@ -392,7 +392,7 @@ def test_the_users_code_is_on_the_path_and_the_users_environment_wins() -> None:
         TOKENS,
     )
     (container,) = pod_of(cluster, Role.ENV)["containers"]
-    values = [(item["name"], item["value"]) for item in container["env"]]
+    values = [(item["name"], item.get("value")) for item in container["env"]]
     assert len(dict(values)) == len(values)
     assert dict(values)["PYTHONPATH"] == "/etc/agenticrun/code"
     assert (dict(values)["RAY_USAGE_STATS_ENABLED"], dict(values)["MINE"]) == ("1", "x")

@@ -74,12 +74,13 @@ def debug(
     from agenticrun_workers.cli.debug_episode import CannotPlay, play
     from agenticrun_workers.errors import InvalidConfig
     from agenticrun_workers.inference import EngineError
+    from agenticrun_workers.models.devices import MissingGpus
     from agenticrun_workers.plugins import PluginError
 
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     try:
         asyncio.run(play(_request(run, tag or tags[0], policy, model, seed, render, console)))
-    except (InvalidConfig, PluginError, EngineError, CannotPlay) as error:
+    except (InvalidConfig, PluginError, EngineError, CannotPlay, MissingGpus) as error:
         give_up(str(error))
 
 
@@ -100,7 +101,8 @@ def _request(
             "note: spec.model.initialize has random weights; "
             "the run's warm-up is not part of `agenticrun debug`"
         )
-    return DebugRequest(run.spec.pipeline, tag, policy, source, seed, render, console)
+    gpu = run.spec.roles.of(run.spec.engine_role).gpus > 0
+    return DebugRequest(run.spec.pipeline, tag, policy, source, gpu, seed, render, console)
 
 
 def _source(run: AgenticRun, model: str | None) -> ModelSource:

@@ -23,6 +23,7 @@ from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode, Generate, make_agent, random_valid_policy
 from agenticrun_workers.envs import Env, EnvFault, Renders, make_env
 from agenticrun_workers.envs.calls import checked_step
+from agenticrun_workers.models.devices import claim_device
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.models.tokenizer import load_tokenizer
 from agenticrun_workers.rollout.camera import FrameRecorder, animated_gif
@@ -53,6 +54,8 @@ class DebugRequest:
     tag: str
     policy: str
     source: ModelSource
+    gpu: bool
+    """The role of the engines has GPUs."""
     seed: int | None
     """None: the seed of the run's first group of the tag."""
     render: Path | None
@@ -103,6 +106,7 @@ async def play(debug: DebugRequest) -> None:
         InvalidConfig: the data set is invalid.
         PluginError: the environment or the agent cannot be built.
         EngineError: the engine cannot start.
+        MissingGpus: the model has GPUs, and this machine has none.
     """
     pipeline, spec = debug.pipeline, debug.pipeline.env(debug.tag)
     tokenizer = load_tokenizer(debug.source.tokenizer())
@@ -170,7 +174,8 @@ async def _policy(debug: DebugRequest, env: Any, chat: ChatFormat) -> AsyncItera
         from agenticrun_workers.inference.builder import transformers_engine
 
         with debug.source.folder() as folder:
-            engine = transformers_engine(debug.pipeline, debug.source, folder)
+            device = claim_device("the model", ["0"] if debug.gpu else [])
+            engine = transformers_engine(debug.pipeline, debug.source, folder, device)
             await engine.start()
             try:
                 yield engine.generate

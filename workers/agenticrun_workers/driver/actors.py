@@ -258,14 +258,6 @@ class RunActors:
         per_actor = spec.pipeline.actor_infer.strategy.gpus if role is Role.INFERENCE else 1
         return per_actor if spec.roles.of(role).gpus else 0
 
-    @property
-    def _gpus_of_engine(self) -> int:
-        """GPUs that one engine computes on, its own or shared with trainer ranks."""
-        spec = self._run.spec
-        return (
-            spec.pipeline.actor_infer.strategy.gpus if spec.roles.of(spec.engine_role).gpus else 0
-        )
-
     def _threads(self, role: Role, place: Placement) -> int:
         """Return the torch threads of one actor. Ray's default would be one."""
         return torch_threads(self._run, role, place.cores)
@@ -444,7 +436,6 @@ class RunActors:
             lambda engine: engine.start(
                 self._pipeline,
                 source,
-                self._gpus_of_engine,
                 self._threads(Role.INFERENCE, self._places[actor]),
             )
         )

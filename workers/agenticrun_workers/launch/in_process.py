@@ -15,6 +15,8 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Generator
 from concurrent.futures import Future
 from contextvars import Context, copy_context
+from dataclasses import replace
+from itertools import count, islice
 from queue import SimpleQueue
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
@@ -67,12 +69,16 @@ class InProcessLauncher(Launcher):
             return cls(*args, **kwargs)
 
         name = getattr(cls, "__name__", "actor")
+        self._actors = [each for each in self._actors if not each.ended]
+        taken = {gpu for each in self._actors for gpu in each.node.gpus}
+        free = (gpu for gpu in map(str, count()) if gpu not in taken)
+        node = replace(NODE, gpus=tuple(islice(free, options.gpus)))
         actor: _Actor = (
-            _AsyncActor(make, name, options.max_concurrency or ASYNC_CALLS)
+            _AsyncActor(make, name, node, options.max_concurrency or ASYNC_CALLS)
             if _is_async(cls)
-            else _SyncActor(make, name, options.max_concurrency or 1)
+            else _SyncActor(make, name, node, options.max_concurrency or 1)
         )
-        self._actors = [*(each for each in self._actors if not each.ended), actor]
+        self._actors.append(actor)
         return InProcessHandle(actor)
 
     @override
@@ -229,18 +235,20 @@ class _Actor:
 
     Args:
         make: makes the object, in such a thread.
+        node: the actor's `current_node`.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str) -> None:
+    def __init__(self, make: Callable[[], Any], name: str, node: Node) -> None:
         self._make = make
         self._name = name
+        self.node = node
         self._death: ActorDied | None = None
         self.threads: list[threading.Thread] = []
         """The first one makes the object, and frees it at the end."""
         self._lock = threading.Lock()
         self._open: set[_Job] = set()
         self._context: Context = copy_context()
-        self._context.run(shared_node.set, NODE)
+        self._context.run(shared_node.set, node)
 
     @property
     def ended(self) -> bool:
@@ -299,8 +307,8 @@ class _SyncActor(_Actor):
         threads: number of calls that may run at the same time.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, threads: int) -> None:
-        super().__init__(make, name)
+    def __init__(self, make: Callable[[], Any], name: str, node: Node, threads: int) -> None:
+        super().__init__(make, name, node)
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._target: Any = None
         self.threads = [
@@ -359,8 +367,8 @@ class _AsyncActor(_Actor):
         calls: number of calls that may run at the same time.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, calls: int) -> None:
-        super().__init__(make, name)
+    def __init__(self, make: Callable[[], Any], name: str, node: Node, calls: int) -> None:
+        super().__init__(make, name, node)
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
         self._room = asyncio.Semaphore(calls)

@@ -112,7 +112,7 @@ def load_model(
 
     Args:
         path: a folder or a name on the hub.
-        device: default: this process's GPU, else the CPU.
+        device: default: the one that the calling actor has claimed, else the CPU.
         output_layer: the caller uses it. A critic does not, so its folder need not hold one.
         check_values: look for NaN and infinity.
 

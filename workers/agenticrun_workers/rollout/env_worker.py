@@ -15,7 +15,9 @@ from agenticrun_workers.agents import Agent, AgentLimits, ChatFormat, agent_text
 from agenticrun_workers.envs import HasVocabulary, TakesItem, make_env
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import GenerationClient
+from agenticrun_workers.launch import current_node
 from agenticrun_workers.launch.liveness import POLL_SECONDS
+from agenticrun_workers.models.devices import gpus_of_children
 from agenticrun_workers.models.source import TokenizerCorpus, TokenizerSource
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.plugins import PluginConfigError, PluginError
@@ -81,7 +83,14 @@ class EnvWorker(Traced):
         return current_placement(self._name, Role.ENV)
 
     async def describe(self) -> TokenizerCorpus:
-        """Build each environment, data set and judge once. Raises `InvalidConfig` if one fails."""
+        """Build each environment, data set and judge once.
+
+        Raises:
+            InvalidConfig: one of them fails.
+            MissingGpus: this env worker has GPUs, and does not see them.
+        """
+        owner = f"env worker {self._name}"
+        await asyncio.to_thread(gpus_of_children, owner, current_node().gpus)
         texts = describe_envs(self._pipeline)
         self._sources = await asyncio.to_thread(Sources.of, self._pipeline)
         return texts

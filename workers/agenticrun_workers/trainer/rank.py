@@ -152,11 +152,11 @@ class RankActor(Traced):
         """
         import torch
 
-        from agenticrun_workers.models.devices import require_gpus
+        from agenticrun_workers.models.devices import claim_device
         from agenticrun_workers.trainer.ranks import join_ranks
 
         logging.getLogger("agenticrun_workers").addHandler(self._warnings)
-        require_gpus(len(current_node().gpus))
+        claim_device(f"{self.role} rank {self._rank}", current_node().gpus)
         torch.set_num_threads(threads)
         if self._pipeline.deterministic:
             torch.use_deterministic_algorithms(True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 
-from agenticrun_workers.models.devices import claim_device, collective_backends
+from agenticrun_workers.models.devices import collective_backends, compute_device
 
 
 class Ranks:
@@ -74,7 +74,7 @@ class Ranks:
 def join_ranks(
     rank: int, size: int, rendezvous: tuple[str, int], listener: socket.socket | None
 ) -> None:
-    """Join the process group of all ranks, and take a device. A single rank gets a group too.
+    """Join the process group of all ranks, on this rank's device. A single rank gets a group too.
 
     Args:
         rank: of this process.
@@ -82,7 +82,7 @@ def join_ranks(
         rendezvous: host and port of the first rank.
         listener: on the first rank, the socket that listens there.
     """
-    device = claim_device(rank)
+    device = compute_device()
     if size == 1:
         if listener is not None:
             listener.close()

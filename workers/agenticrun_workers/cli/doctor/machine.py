@@ -86,18 +86,23 @@ def _torch(cards: list[str]) -> Finding:
     )
 
 
-def _find_engines() -> dict[str, str]:
-    """Return why each engine with an environment of its own cannot be used; "" if it can."""
+def _find_engines(gpus: int = 0) -> dict[str, str]:
+    """Return why each engine with an environment of its own cannot be used; "" if it can.
+
+    Args:
+        gpus: number of GPUs that it is to compute on.
+    """
     from agenticrun_workers.inference.engine import EngineStartError
     from agenticrun_workers.inference.server_process import find_engine
     from agenticrun_workers.inference.sglang.server import VERSIONS as SGLANG
-    from agenticrun_workers.inference.vllm.server import PACKAGES
+    from agenticrun_workers.inference.vllm.server import GPU_PACKAGES, PACKAGES
     from agenticrun_workers.inference.vllm.server import VERSIONS as VLLM
 
     found = {}
-    for name, packages, versions in (("sglang", ["sglang"], SGLANG), ("vllm", PACKAGES, VLLM)):
+    vllm = GPU_PACKAGES if gpus else PACKAGES
+    for name, packages, versions in (("sglang", ["sglang"], SGLANG), ("vllm", vllm, VLLM)):
         try:
-            find_engine(name, packages, versions)
+            find_engine(name, packages, versions, gpus)
             found[name] = ""
         except EngineStartError as error:
             found[name] = str(error)
@@ -178,7 +183,7 @@ def _engine_of(run: AgenticRun) -> Finding:
     name = run.spec.pipeline.actor_infer.strategy.name
     if name == "transformers":
         return ok(name)
-    if why := _find_engines()[name]:
+    if why := _find_engines(run.spec.roles.of(run.spec.engine_role).gpus)[name]:
         return failed(why, "or train with --set pipeline.actorInfer.strategy.name=transformers")
     return ok(name)
 

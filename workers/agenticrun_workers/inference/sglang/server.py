@@ -160,7 +160,7 @@ class SglangOptions:
 
     def spec(self) -> ServerSpec:
         """Return how to start the server. Raises `EngineStartError` if SGLang is not installed."""
-        python = find_engine("sglang", ["sglang"], VERSIONS)
+        python = find_engine("sglang", ["sglang"], VERSIONS, self.gpus)
         return ServerSpec(
             "sglang",
             lambda port: [str(python), "-m", "sglang.launch_server", *self.flags(port)],

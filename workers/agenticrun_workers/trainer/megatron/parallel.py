@@ -1,7 +1,7 @@
-"""This process in Megatron's parallel groups, and Megatron-Core on a machine without CUDA.
+"""This process in Megatron's parallel groups, and Megatron-Core on the CPU.
 
 Megatron's own code names the device "cuda". Inside `megatron_device()` such tensors are made on the
-CPU, and the few calls of `torch.cuda` that training reaches do nothing. With CUDA the context
+CPU, and the few calls of `torch.cuda` that training reaches do nothing. On a GPU the context
 changes nothing.
 """
 
@@ -94,7 +94,7 @@ def join(options: MegatronOptions) -> Place:
         parallel_state.initialize_model_parallel(
             *sizes[:2], context_parallel_size=sizes[2], create_gloo_process_groups=False
         )
-        if torch.cuda.is_available():
+        if compute_device().type == "cuda":
             model_parallel_cuda_manual_seed(0)
     place = _look()
     if (place.tensor_size, place.stages, place.context_size) != sizes:
@@ -151,7 +151,7 @@ CPU = torch.device("cpu")
 @contextmanager
 def megatron_device() -> Iterator[None]:
     """Enter the context in which Megatron may be called. It applies to the current thread."""
-    if torch.cuda.is_available():
+    if compute_device().type == "cuda":
         yield
         return
     replaced: list[tuple[Any, str, object]] = [

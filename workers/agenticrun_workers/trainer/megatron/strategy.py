@@ -264,7 +264,7 @@ class Parked:
             kept.copy_(storage, False)
             self._kept.append((storage, kept))
             storage.resize_(0)
-        if torch.cuda.is_available():
+        if compute_device().type == "cuda":
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
