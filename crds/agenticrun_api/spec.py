@@ -6,10 +6,10 @@ import math
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 from pydantic.alias_generators import to_snake
 
-from agenticrun_api.base import Count, Model, Name, Quantity, Rule, refused
+from agenticrun_api.base import Count, Model, Name, Open, Quantity, Rule, refused
 from agenticrun_api.names import CHECKPOINT_DIR, CODE_DIR, PACKAGES_DIR, Role
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
 from agenticrun_api.quantities import some_bytes
@@ -96,6 +96,34 @@ class HuggingFace(Model):
     """true: never ask the Hub; use only what the cache holds."""
 
 
+ChatFamily = Literal[
+    "auto",
+    "hermes",
+    "qwen_xml",
+    "glm",
+    "gemma4",
+    "gpt_oss",
+    "llama3",
+    "deepseek",
+    "mistral",
+    "lfm2",
+    "muse",
+    "text",
+]
+"""Ways in which models write tool calls and reasoning."""
+_RENDERED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
+"""Variables of chat templates that each rendering sets."""
+
+
+def _template_args(args: dict[str, Any]) -> dict[str, Any]:
+    for name in args:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise refused(f".{name}", "a variable of a chat template has letters, digits and _")
+        if name in _RENDERED:
+            raise refused(f".{name}", "each rendering sets this variable: leave it out")
+    return args
+
+
 class ModelSpec(Model):
     """The policy to train."""
 
@@ -112,6 +140,12 @@ class ModelSpec(Model):
             ".attnImplementation",
             lambda m: m.attn_implementation != "flash_attention_2" or m.dtype == "bfloat16",
         ),
+        Rule(
+            "has(self.path) || !has(self.chatTemplate)",
+            "a model of initialize has a chat template of its own: leave chatTemplate out",
+            ".chatTemplate",
+            lambda m: m.path is not None or m.chat_template is None,
+        ),
     )
 
     path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -125,6 +159,14 @@ class ModelSpec(Model):
     a GPU, bfloat16 and an image with flash-attn."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model, as in transformers."""
+    chat_template: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
+    """Jinja template that replaces the model's own: its text, or a file that the driver can read.
+    Exported checkpoints have it, too."""
+    chat_template_args: Annotated[Open, AfterValidator(_template_args)] = {}
+    """Variables of the chat template, such as `enable_thinking: false`, for all prompts of the run
+    and for exported checkpoints."""
+    chat_format: ChatFamily = "auto"
+    """The way in which the model writes tool calls. auto: what its chat template writes."""
 
 
 CREDENTIALS = "(https?://[^/]*@|ssh://[^/@]*:[^/@]*@)"

@@ -14,12 +14,10 @@ from openai.types.chat import ChatCompletionUserMessageParam
 from transformers import PreTrainedModel
 
 from agenticrun_workers.agents import AgentLimits, ChatFormat, Episode, OutsideAgent
-from agenticrun_workers.agents.outside.messages import HERMES
 from agenticrun_workers.agents.outside.session import Policy, Session
 from agenticrun_workers.envs import Env
 from agenticrun_workers.inference import InferenceEngine
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
-from agenticrun_workers.plugins import compile_pattern
 from agenticrun_workers.types import (
     EpisodeKey,
     FinishReason,
@@ -142,7 +140,7 @@ async def complete(base_url: str, prompt: Any, **more: Any) -> Any:
 
 def session(policy: Any, limits: AgentLimits = LIMITS) -> Session:
     return Session(
-        Policy(TOKENIZER, CHAT, limits, "policy", compile_pattern("toolCallPattern", HERMES)),
+        Policy(TOKENIZER, CHAT, limits, "policy"),
         EPISODE,
         policy,
     )

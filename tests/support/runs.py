@@ -1017,6 +1017,13 @@ RULE_CASES: tuple[RuleCase, ...] = (
         ),
     ),
     RuleCase(
+        ModelSpec,
+        "a model of initialize has a chat template of its own",
+        "spec.model.chatTemplate",
+        (("spec.model", {"initialize": {}, "chatTemplate": "{{ messages }}"}), _SAVED),
+        (_SAVED, ("spec.model", {"path": "Qwen/Qwen3-0.6B", "chatTemplate": "{{ messages }}"})),
+    ),
+    RuleCase(
         AgenticRunSpec,
         "megatron has an attention of its own",
         "spec.model.attnImplementation",

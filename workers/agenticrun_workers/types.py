@@ -80,6 +80,24 @@ class Stream(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class ChatSettings:
+    """Facts about the chat format that come from the run and the model, not from the template.
+
+    It travels as the attribute `chat_settings` of the tokenizer, so that agents need no more than a
+    tokenizer.
+    """
+
+    format: str = "auto"
+    """`spec.model.chatFormat`."""
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end an answer by the model's generation_config."""
+    model: str = ""
+    """Name of the model for messages."""
+    own_template: bool = False
+    """True if the run replaces the model's chat template."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of a response. `temperature == 0` is greedy decoding.
 

@@ -373,7 +373,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     ([{"role": "user", "content": "?", "name": "me"}], "messages[0].name"),
     ([{"role": "tool", "content": "2"}], "messages[0].tool_call_id"),
-    ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls"),
+    ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0]"),
 ]
 
 

@@ -101,7 +101,7 @@ def test_only_fields_that_hold_foreign_objects_are_open() -> None:
     }
     assert {path.rsplit(".", 1)[1] for path in open_fields} == {
         "config", "affinity", "tolerations[]", "env[]", "envFrom[]", "volumes[]", "volumeMounts[]",
-        "spec", "containers[]", "initContainers[]",
+        "spec", "containers[]", "initContainers[]", "chatTemplateArgs",
     }  # fmt: skip
 
 
@@ -146,6 +146,7 @@ _FIELD_TERMS = (
     ".architecture",
     ".dtype",
     ".attnImplementation",
+    ".chatFormat",
     ".lrSchedulerType",
     ".strategy.name",
     ".wandb.mode",

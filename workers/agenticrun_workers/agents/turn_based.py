@@ -230,7 +230,7 @@ class _Play:
         known = result.metrics.get("action_is_valid", 1.0) != 0
         self._record(prompt_T, observation, generation, action, float(result.reward), known)
         self.metrics.add_step(result)
-        ended = int(generation.tokens_T[-1]) == self.agent.chat.end_of_turn
+        ended = self.agent.chat.ended(generation.tokens_T)
         self.past.append(Exchange(observation, answer, action, ended))
         return result
 

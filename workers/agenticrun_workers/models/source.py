@@ -6,11 +6,13 @@ Imports neither torch nor transformers: the driver and the actors of engine serv
 from __future__ import annotations
 
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from agenticrun_api import Pipeline
 from agenticrun_api.spec import ModelSpec
@@ -20,12 +22,32 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin")
 
 
 @dataclass(frozen=True)
+class ChatSource:
+    """Fields of `spec.model` about the chat template."""
+
+    template: str | None = None
+    """Text of the template that replaces the model's."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template."""
+    format: str = "auto"
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> ChatSource:
+        """Read the source from the spec. Raises `InvalidConfig` if its template cannot be read."""
+        template = model.chat_template
+        if template is not None and not re.search(r"\{[{%]", template):
+            template = _read_template(template)
+        return cls(template, model.chat_template_args, model.chat_format)
+
+
+@dataclass(frozen=True)
 class TokenizerSource:
     """A model folder or hub name that this pod can read, or files of a model made by the run."""
 
     path: str | None = None
     files: dict[str, bytes] | None = None
     trust_remote_code: bool = False
+    chat: ChatSource = ChatSource()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +74,22 @@ class ModelSource:
     attn_implementation: str = "sdpa"
     """The trainer's."""
     trust_remote_code: bool = False
+    chat: ChatSource = ChatSource()
 
     @classmethod
     def of(cls, model: ModelSpec) -> ModelSource:
-        """Read the source from the spec. Files of a model to be made are added by `with_files`."""
+        """Read the source from the spec. Files of a model to be made are added by `with_files`.
+
+        Raises:
+            InvalidConfig: `chatTemplate` is neither a template nor a file here.
+        """
         return cls(
             expand_home(model.path),
             None,
             model.dtype,
             model.attn_implementation,
             model.trust_remote_code,
+            ChatSource.of(model),
         )
 
     @contextmanager
@@ -87,7 +115,7 @@ class ModelSource:
         files = self.files and {
             name: data for name, data in self.files.items() if not name.endswith(WEIGHT_SUFFIXES)
         }
-        return TokenizerSource(self.path, files, self.trust_remote_code)
+        return TokenizerSource(self.path, files, self.trust_remote_code, self.chat)
 
 
 @dataclass(frozen=True)
@@ -110,6 +138,25 @@ class ModelSources:
             other(pipeline.reference.path if pipeline.reference else None),
             other(pipeline.critic.path if pipeline.critic else None),
         )
+
+
+def _read_template(path: str) -> str:
+    """Return the text of a file, relative to here or to PYTHONPATH (`spec.code`)."""
+    folders = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    for folder in folders:
+        file = Path(folder, os.path.expanduser(path))
+        try:
+            if file.is_file():
+                return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise InvalidConfig(
+                "spec.model.chatTemplate", f"{file} cannot be read: {error}"
+            ) from error
+    raise InvalidConfig(
+        "spec.model.chatTemplate",
+        f"{path[:200]!r} is no file here and no template (without {{{{ or {{%): write the text of "
+        "a Jinja template, or the path of a file that the driver can read",
+    )
 
 
 def expand_home(path: str | None) -> str | None:

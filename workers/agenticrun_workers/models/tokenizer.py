@@ -9,11 +9,14 @@ cannot see a part of its observation would look like one that cannot learn.
 
 from __future__ import annotations
 
+import difflib
+import json
 import logging
 import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -21,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.folder import ModelLoadError, check_tokenizer, check_vocabulary
 from agenticrun_workers.models.source import TokenizerSource
+from agenticrun_workers.types import ChatSettings
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +52,17 @@ A tool is shown as `add(a, b)`, because every text needs words in the vocabulary
 
 
 def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
-    """Load a tokenizer.
+    """Load a tokenizer with the run's chat template, and note `ChatSettings` on it.
 
     Raises:
-        InvalidConfig: there is none, or it has no chat template.
+        InvalidConfig: there is none, it has no chat template, or the template does not read an
+            argument.
     """
     if source.path is None:
         with tempfile.TemporaryDirectory() as folder:
             for name, content in (source.files or {}).items():
                 (Path(folder) / name).write_bytes(content)
-            return _fast(Path(folder))
+            return _with_chat(_fast(Path(folder)), source)
     try:
         check_tokenizer(source.path)
         tokenizer = _from_path(source.path, source.trust_remote_code)
@@ -74,10 +79,11 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
             "spec.model.path",
             f"no tokenizer could be loaded from {source.path}: {type(error).__name__}: {error}",
         ) from error
-    if not tokenizer.chat_template:
+    if not (tokenizer.chat_template or source.chat.template):
         raise InvalidConfig(
             "spec.model.path",
-            f"the tokenizer of {source.path} has no chat template: use an instruction-tuned model",
+            f"the tokenizer of {source.path} has no chat template: use an instruction-tuned model, "
+            "or set spec.model.chatTemplate",
         )
     if unused:
         log.warning(
@@ -85,7 +91,75 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
             source.path,
             ", ".join(unused),
         )
+    return _with_chat(tokenizer, source)
+
+
+def _with_chat(
+    tokenizer: PreTrainedTokenizerBase, source: TokenizerSource
+) -> PreTrainedTokenizerBase:
+    """Give a tokenizer the run's chat template.
+
+    The arguments become part of the template. So all that render it use them: agents of a user, and
+    whatever serves an exported checkpoint.
+    """
+    chat = source.chat
+    template: Any = chat.template or tokenizer.chat_template
+    texts = template.values() if isinstance(template, dict) else [str(template)]
+    words = {word for text in texts for word in re.findall(r"\w+", text)}
+    for name in chat.args:
+        if name not in words:
+            close = difflib.get_close_matches(_snake(name), words, 3, 0.7)
+            raise InvalidConfig(
+                f"spec.model.chatTemplateArgs.{name}",
+                f"the chat template of {source.path or 'the model'} does not read it: "
+                + (f"it has {', '.join(close)}" if close else "leave it out"),
+            )
+    head = "".join(
+        f"{{% set {name} = {_jinja_literal(value)} %}}" for name, value in chat.args.items()
+    )
+    if isinstance(template, dict):
+        tokenizer.chat_template = {key: head + text for key, text in template.items()}
+    else:
+        tokenizer.chat_template = head + template
+    settings = ChatSettings(
+        chat.format, _generation_ends(source), source.path or "", chat.template is not None
+    )
+    setattr(tokenizer, "chat_settings", settings)  # noqa: B010 (no attribute of the class)
     return tokenizer
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def _jinja_literal(value: Any) -> str:
+    """Return a JSON value as a Jinja expression."""
+    if isinstance(value, dict):
+        items = (f"{_jinja_literal(key)}: {_jinja_literal(v)}" for key, v in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_jinja_literal, value))}]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _generation_ends(source: TokenizerSource) -> tuple[int, ...]:
+    """Return the tokens that end an answer by the model's generation_config."""
+    if source.path is None:
+        return ()
+    from transformers.utils import cached_file
+
+    file = cached_file(
+        source.path, "generation_config.json", _raise_exceptions_for_missing_entries=False
+    )
+    if file is None:
+        return ()
+    try:
+        ends = json.loads(Path(file).read_bytes()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise InvalidConfig(
+            "spec.model.path", f"{file} cannot be read ({error}): download it again"
+        ) from error
+    return tuple(end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
 
 
 def build_task_tokenizer(words: Iterable[str], max_length: int) -> PreTrainedTokenizerFast:

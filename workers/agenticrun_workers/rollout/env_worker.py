@@ -98,10 +98,9 @@ class EnvWorker(Traced):
     async def setup(self, source: TokenizerSource) -> None:
         """Load the tokenizer and build the agents. Raises `InvalidConfig`."""
         tokenizer = self._load_tokenizer(source)
+        chat = ChatFormat(tokenizer)
         agents = build_agents(self._pipeline, tokenizer)
-        self._runner = EpisodeRunner(
-            self._pipeline, ChatFormat(tokenizer), agents, self._sources, self._client
-        )
+        self._runner = EpisodeRunner(self._pipeline, chat, agents, self._sources, self._client)
         self._keep(asyncio.create_task(self._store_finished(), name="store-finished"))
         collect_garbage_rarely()
 

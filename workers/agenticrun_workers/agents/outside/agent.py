@@ -24,7 +24,6 @@ import numpy as np
 from agenticrun_workers.agents.agent import AgentLimits, Episode, EpisodeMetrics, Generate
 from agenticrun_workers.agents.chat import ChatFormat
 from agenticrun_workers.agents.outside.endpoint import ANY_KEY, serving
-from agenticrun_workers.agents.outside.messages import HERMES
 from agenticrun_workers.agents.outside.session import Answer, Policy, Session
 from agenticrun_workers.agents.registry import register_agent
 from agenticrun_workers.envs import Env, EnvCalls, EnvFault
@@ -37,7 +36,7 @@ from agenticrun_workers.envs.calls import (
     split_of,
 )
 from agenticrun_workers.launch import current_node
-from agenticrun_workers.plugins import PluginImportError, compile_pattern, imported
+from agenticrun_workers.plugins import PluginImportError, imported
 from agenticrun_workers.types import StopReason, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -61,8 +60,7 @@ class OutsideAgent:
             `environment`: the last answer is the only action of the environment. `module:function`:
             a function of a trajectory's messages and the task.
         model: model name that the program requests.
-        tool_call_pattern: regular expression of a tool call in an answer. Its last group is JSON
-            with name and arguments.
+        tool_call_pattern: removed; an error says what takes its place.
         timeout_seconds: limit of an episode, from the start of the program.
         reachable_from: `machine` or `network`: who can reach the endpoint.
     """
@@ -76,12 +74,18 @@ class OutsideAgent:
         command: Sequence[str] | None = None,
         reward: str = POSTED,
         model: str = "policy",
-        tool_call_pattern: str = HERMES,
+        tool_call_pattern: str | None = None,
         timeout_seconds: float = 600.0,
         reachable_from: str = MACHINE,
     ) -> None:
         if (run is None) == (command is None):
             raise ValueError("one of run and command must be given")
+        if tool_call_pattern is not None:
+            raise ValueError(
+                "toolCallPattern was removed: tool calls are read in the format of the model's "
+                "chat template. Leave it out; for a template of an unknown family, set "
+                "spec.model.chatFormat"
+            )
         if command is not None and (
             isinstance(command, str)
             or not command
@@ -104,13 +108,7 @@ class OutsideAgent:
         )
         self._timeout = timeout_seconds
         self._envs = EnvCalls(limits.step_timeout)
-        self._policy = Policy(
-            tokenizer,
-            ChatFormat(tokenizer),
-            limits,
-            model,
-            compile_pattern("toolCallPattern", tool_call_pattern),
-        )
+        self._policy = Policy(tokenizer, ChatFormat(tokenizer), limits, model)
 
     async def collect_trajectory(
         self, episode: Episode, env: Env, generate: Generate

@@ -13,7 +13,13 @@ from typing import Any
 
 from agenticrun_workers.agents.agent import AgentLimits
 from agenticrun_workers.agents.outside.formats import AnswerFormat, check_schema
-from agenticrun_workers.agents.outside.messages import ApiError, ChatMessage, chat_messages, refused
+from agenticrun_workers.agents.outside.messages import (
+    ApiError,
+    ChatMessage,
+    chat_messages,
+    check_unicode,
+    refused,
+)
 from agenticrun_workers.agents.queued_types import MAX_SAMPLES, OWNED
 from agenticrun_workers.types import FinishReason, Generation
 
@@ -83,6 +89,7 @@ def chat_request(body: Any, limits: AgentLimits, model: str) -> ChatRequest:
     fields = _Fields(body, model)
     messages = chat_messages(fields.take("messages"))
     tools = fields.take("tools") or []
+    check_unicode(tools, "tools")
     if not isinstance(tools, list) or not all(
         isinstance(tool, Mapping) and tool.get("type") == "function" for tool in tools
     ):

@@ -229,6 +229,8 @@ async def _json(request: web.Request) -> Any:
         return json.loads(await request.read())
     except ValueError as error:
         raise ApiError(400, f"the request's body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ApiError(400, "the request's body is nested too deep") from error
 
 
 async def _stream(request: web.Request, chunks: Iterable[dict[str, Any]]) -> web.StreamResponse:

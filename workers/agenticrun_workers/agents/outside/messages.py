@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agenticrun_workers.plugins import last_group
+from agenticrun_workers.agents.chat_families import ParsedAnswer
 
 
 class ApiError(Exception):
@@ -46,7 +45,7 @@ def refused(param: str, message: str, code: str | None = None) -> ApiError:
 KEYS = {
     "system": {"content"},
     "user": {"content"},
-    "assistant": {"content", "tool_calls"},
+    "assistant": {"content", "tool_calls", "reasoning_content"},
     "tool": {"content", "tool_call_id"},
 }
 """Keys besides `role` that a message of each role may have.
@@ -71,7 +70,7 @@ class ToolCall:
         """Arguments as a value, or as text if they are not valid JSON."""
         try:
             return json.loads(self.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self.arguments
 
     @property
@@ -101,12 +100,14 @@ class ChatMessage:
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    """Reasoning before an answer. Clients may leave it out of the messages that they send back."""
 
     @property
     def identity(self) -> tuple[Any, ...]:
         """Key that is equal for equivalent messages.
 
-        Space around the text and the layout of JSON arguments do not count.
+        Space around the text, the layout of JSON arguments and reasoning do not count.
         """
         calls = tuple(
             (call.id, call.name, json.dumps(call.values, sort_keys=True))
@@ -121,6 +122,8 @@ class ChatMessage:
             "role": self.role,
             "content": self.content if self.content or not self.tool_calls else None,
         }
+        if self.reasoning is not None:
+            said["reasoning_content"] = self.reasoning
         if self.tool_calls:
             said["tool_calls"] = [call.body for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -131,6 +134,8 @@ class ChatMessage:
     def for_template(self) -> dict[str, Any]:
         """The message for chat templates."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
         if self.tool_calls:
             message["tool_calls"] = [call.for_template for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -146,6 +151,7 @@ def chat_messages(values: Any) -> tuple[ChatMessage, ...]:
     """
     if not isinstance(values, list) or not values:
         raise refused("messages", "a list of messages is expected, at least one")
+    check_unicode(values, "messages")
     return tuple(_message(value, f"messages[{place}]") for place, value in enumerate(values))
 
 
@@ -164,7 +170,10 @@ def _message(value: Any, path: str) -> ChatMessage:
     call_id = value.get("tool_call_id") if role == "tool" else None
     if role == "tool" and not isinstance(call_id, str):
         raise refused(f"{path}.tool_call_id", "the id of the call that this answers is missing")
-    return ChatMessage(role, content, _calls(calls or (), f"{path}.tool_calls"), call_id)
+    reasoning = value.get("reasoning_content") if role == "assistant" else None
+    if reasoning is not None:
+        reasoning = _string(reasoning, f"{path}.reasoning_content")
+    return ChatMessage(role, content, _calls(calls or (), f"{path}.tool_calls"), call_id, reasoning)
 
 
 def _text(content: Any, path: str, *, optional: bool) -> str:
@@ -188,55 +197,65 @@ def _text(content: Any, path: str, *, optional: bool) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _calls(values: Sequence[Any], path: str) -> tuple[ToolCall, ...]:
-    try:
-        return tuple(
-            ToolCall(str(v["id"]), str(v["function"]["name"]), str(v["function"]["arguments"]))
-            for v in values
+def _calls(values: Any, path: str) -> tuple[ToolCall, ...]:
+    """Return the calls of a message. Arguments are JSON, as text or as an object."""
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise refused(path, "a list of calls is expected")
+    calls = []
+    for place, call in enumerate(values):
+        at = f"{path}[{place}]"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise refused(at, "each call must be {id, type: function, function: {name, arguments}}")
+        arguments = function.get("arguments")
+        if isinstance(arguments, Mapping):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append(
+            ToolCall(
+                _string(call.get("id"), f"{at}.id"),
+                _string(function.get("name"), f"{at}.function.name"),
+                _string(arguments, f"{at}.function.arguments"),
+            )
         )
-    except (TypeError, KeyError) as error:
-        raise refused(
-            path, "each call must be {id, type: function, function: {name, arguments}}"
-        ) from error
+    return tuple(calls)
 
 
-HERMES = r"<tool_call>\s*(.*?)\s*</tool_call>"
-"""Tool calls of Hermes, Qwen and many others: JSON with `name` and `arguments` in tags."""
+def _string(value: Any, path: str) -> str:
+    if not isinstance(value, str):
+        raise refused(path, "text is expected")
+    return value
 
 
-def answer_message(text: str, pattern: re.Pattern[str]) -> tuple[ChatMessage, bool]:
-    """Parse the tool calls of an answer.
+def check_unicode(value: Any, path: str) -> None:
+    """Raise `ApiError` for the first text below `value` that is no valid unicode.
 
-    Args:
-        text: the answer.
-        pattern: finds a tool call; its last group is the call as JSON.
-
-    Returns:
-        The message, and True if all its calls could be parsed. Other calls stay in the text.
+    Half of a surrogate pair can be written in JSON, and no tokenizer takes it.
     """
-    calls: list[ToolCall] = []
-    readable = True
-
-    def take(match: re.Match[str]) -> str:
-        nonlocal readable
-        call = _call(last_group(match))
-        if call is None:
-            readable = False
-            return match.group()
-        calls.append(call)
-        return ""
-
-    rest = pattern.sub(take, text)
-    return ChatMessage("assistant", rest.strip() if calls else text, tuple(calls)), readable
+    for place, text in _texts(value, path):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise refused(place, "text that is not valid unicode") from None
 
 
-def _call(text: str) -> ToolCall | None:
-    try:
-        value: Any = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(f"call_{secrets.token_hex(12)}", value["name"], text)
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield all texts of a JSON value with their places, keys of objects included."""
+    left = [(path, value)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, str):
+            yield path, value
+        elif isinstance(value, list | tuple):
+            left += reversed([(f"{path}[{n}]", inner) for n, inner in enumerate(value)])
+        elif isinstance(value, Mapping):
+            yield from ((path, key) for key in value)
+            left += reversed([(f"{path}.{key}", inner) for key, inner in value.items()])
+
+
+def answer_message(parsed: ParsedAnswer) -> ChatMessage:
+    """Return an answer as a message. Its calls get new ids."""
+    calls = tuple(
+        ToolCall(f"call_{secrets.token_hex(12)}", call.name, call.arguments)
+        for call in parsed.calls
+    )
+    return ChatMessage("assistant", parsed.content, calls, reasoning=parsed.reasoning)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import math
 import re
 import time
@@ -24,7 +25,9 @@ import numpy as np
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate, answered
 from agenticrun_workers.agents.chat import ChatFormat
+from agenticrun_workers.agents.chat_families import HERMES, ParsedAnswer
 from agenticrun_workers.agents.outside.api import (
+    ChatRequest,
     Choice,
     RequestOptions,
     Response,
@@ -33,7 +36,6 @@ from agenticrun_workers.agents.outside.api import (
 )
 from agenticrun_workers.agents.outside.formats import AnswerFormat
 from agenticrun_workers.agents.outside.messages import (
-    HERMES,
     ApiError,
     ChatMessage,
     answer_message,
@@ -47,6 +49,8 @@ from agenticrun_workers.types import FinishReason, Generation, IntArray, StopRea
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 UNFINISHED_BYTES = 3
 """Most bytes of a character that is not finished. More of them are no character."""
@@ -106,10 +110,8 @@ class RecordedAnswers:
             )
             if before is not None:
                 tokens_T = before.sampled.generation.tokens_T
-                ended = before.sampled_any and int(tokens_T[-1]) == self._chat.end_of_turn
-                added_T = self._chat.going_on(
-                    templates[: size - 1], templates[size:], ended=ended, tools=tools
-                )
+                calls = templates[size - 1].get("tool_calls", ())
+                added_T = self._chat.bridge(tokens_T, templates[size:], calls=calls, tools=tools)
                 return np.concatenate([before.sampled.prompt_T, tokens_T, added_T]), before
         return self._chat.conversation(templates, tools), None
 
@@ -151,10 +153,14 @@ class RecordedAnswers:
 
         Of equally long ones it is `matched`, else the latest. None if there is no such answer.
         """
+        least = matched.sampled.length if matched is not None else 0
         fitting = [
             answer
             for answer in reversed(self.answers)
-            if answer.draft_of is None and answer.sampled_any and answer.sampled.begins(prompt_T)
+            if answer.draft_of is None
+            and answer.sampled_any
+            and answer.sampled.length >= least
+            and answer.sampled.begins(prompt_T)
         ]
         return max(
             fitting, key=lambda answer: (answer.sampled.length, answer is matched), default=None
@@ -250,8 +256,6 @@ class Policy:
     limits: AgentLimits
     model: str
     """Model name that clients request."""
-    calls: re.Pattern[str]
-    """Pattern of tool calls in an answer."""
 
 
 class Session:
@@ -278,26 +282,22 @@ class Session:
         """Answer a request to `/v1/chat/completions`. Raises `ApiError`."""
         policy = self.policy
         request = chat_request(body, policy.limits, policy.model)
-        if request.form and request.form.calls is not None and policy.calls.pattern != HERMES:
-            raise refused(
-                "tool_choice",
-                "must be none, or auto without response_format: the format of calls that "
-                "toolCallPattern finds is not known",
-            )
-        if request.tools and not policy.chat.shows_tools(request.tools):
-            raise refused(
-                "tools", "the chat template of the policy's tokenizer does not show tools"
-            )
+        self._check_tools(request)
         prompt_T, matched = _tokenised(
             "messages", lambda: self.recorded.chat_prompt(request.messages, request.tools)
         )
 
-        def message_of(text: str) -> tuple[ChatMessage, bool]:
-            return (
-                answer_message(text, policy.calls)
-                if request.calls
-                else (ChatMessage("assistant", text), True)
+        def message_of(drawn: Drawn) -> tuple[ChatMessage, bool]:
+            parsed = policy.chat.parse(
+                drawn.text,
+                ended=drawn.whole.finish is FinishReason.STOP,
+                tools=request.tools if request.calls else (),
             )
+            if request.one_call and len(parsed.calls) > 1:
+                parsed = ParsedAnswer(drawn.text, problem="the answer has more than one call")
+            if parsed.problem is not None:
+                log.debug("%s: invalid answer: %s", self._episode.key, parsed.problem)
+            return answer_message(parsed), parsed.problem is None
 
         def record(answer: Answer, drafts: Sequence[Answer]) -> None:
             self.recorded.add(answer, drafts, tools=request.tools)
@@ -322,6 +322,26 @@ class Session:
             record,
         )
 
+    def _check_tools(self, request: ChatRequest) -> None:
+        """Raise `ApiError` for tools that the policy would not see, or that it cannot call."""
+        if not request.tools:
+            return
+        chat = self.policy.chat
+        if not chat.shows_tools(request.tools):
+            error = chat.error("does not show tools", "use a model that calls tools")
+            raise refused("tools", str(error))
+        if request.calls and not chat.reads_calls:
+            error = chat.error(
+                "writes tool calls in a format that is not known", "set spec.model.chatFormat"
+            )
+            raise refused("tools", str(error))
+        if request.form and request.form.calls is not None and chat.family is not HERMES:
+            raise refused(
+                "tool_choice",
+                "must be none, or auto without response_format: the endpoint can write the "
+                f"beginning of a call only in the format hermes, not in {chat.family.name}",
+            )
+
     async def respond(self, body: Any) -> Responded:
         """Answer a request to `/v1/responses`. Raises `ApiError`."""
         chat = chat_body(body)
@@ -345,8 +365,8 @@ class Session:
             prompt_T = np.array(prompt, np.int32)
         shown = (ChatMessage("user", policy.chat.shown(prompt_T) if text is None else text),)
 
-        def message_of(text: str) -> tuple[ChatMessage, bool]:
-            return ChatMessage("assistant", text), True
+        def message_of(drawn: Drawn) -> tuple[ChatMessage, bool]:
+            return ChatMessage("assistant", drawn.text), True
 
         def record(answer: Answer, drafts: Sequence[Answer]) -> None:
             self.recorded.add(answer, drafts, text=text or shown[0].content)
@@ -396,7 +416,7 @@ class Session:
         messages: tuple[ChatMessage, ...],
         param: str,
         draw: Callable[[int, int], Awaitable[Drawn]],
-        message_of: Callable[[str], tuple[ChatMessage, bool]],
+        message_of: Callable[[Drawn], tuple[ChatMessage, bool]],
         record: Callable[[Answer, Sequence[Answer]], None],
     ) -> Response:
         """Sample the answers, record them and build the response. Raises `ApiError`."""
@@ -413,7 +433,7 @@ class Session:
             len(prompt_T),
         )
         for place, drawn in enumerate(answers):
-            message, valid = message_of(drawn.text)
+            message, valid = message_of(drawn)
             before = parent.sampled if parent else None
             sampled = Sampled(drawn.prompt_T, drawn.generation, before)
             answer = Answer(response.id, place, sampled, parent, (*messages, message), valid)
@@ -588,13 +608,13 @@ class Session:
         Returns:
             The generation, and its text before the stop text.
         """
-        chat, calls = self.policy.chat, self.policy.calls
+        chat = self.policy.chat
 
         def end_of(text: str) -> int | None:
             stop = _first_of(stops, text)
-            call = calls.search(text) if one_call else None
+            call_end = chat.first_call_end(text) if one_call else None
             ends = [stop.start()] if stop else []
-            return min([*ends, *([call.end()] if call else [])], default=None)
+            return min([*ends, *([call_end] if call_end is not None else [])], default=None)
 
         def stopped(size: int) -> bool:
             return end_of(chat.text(whole.tokens_T[:size])) is not None
