@@ -9,6 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from agenticrun_workers.agents import ChatFormat, ChatTemplateError
+from agenticrun_workers.agents.chat_checks import check_chat, require_chat
+from agenticrun_workers.findings import Verdict
 from agenticrun_workers.types import ChatSettings
 from byte_level import byte_level_tokenizer
 
@@ -77,9 +79,9 @@ GEMMA4 = (
     "{% set before.tool = false %}{{ '<|turn>' + m.role + '\n' }}"
     "{% for c in m.tool_calls or [] %}{{ '<|tool_call>call:' + c.function.name + '{' }}"
     "{% for k, v in c.function.arguments.items() %}"
-    "{{ k + ':' + ('<|\"|>' + v + '<|\"|>' if v is string else v | string) }}{% endfor %}"
-    "{{ '}<tool_call|>' }}{% for r in messages[loop.index0:] if r.role == 'tool' %}"
-    "{% endfor %}{% endfor %}"
+    "{{ k + ':' + ('<|\"|>' + v + '<|\"|>' if v is string else v | tojson) }}"
+    "{{ '' if loop.last else ',' }}{% endfor %}"
+    "{{ '}<tool_call|>' }}{% endfor %}"
     "{% if m.tool_calls and loop.nextitem is defined and loop.nextitem.role == 'tool' %}"
     "{{ '<|tool_response>' + loop.nextitem.content + '<tool_response|>' }}"
     "{% else %}{{ m.content + '<turn|>\n' }}{% endif %}{% endif %}{% endfor %}"
@@ -210,3 +212,45 @@ def test_a_piece_between_turns_costs_the_same_in_a_long_conversation() -> None:
     chat.bridge(answer_T, [user("So?")])
     chat.next("So?", ended=True)
     assert max(rendered) == 3
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens"),
+    [(HARMONY, HARMONY_TOKENS), (GLM, GLM_TOKENS), (GEMMA4, GEMMA4_TOKENS), (NO_SYSTEM, ())],
+)
+def test_the_checks_of_a_run_pass(template: str, tokens: tuple[str, ...]) -> None:
+    report = check_chat(ChatFormat(tokenizer(template, *tokens)))
+    report.assert_ok()
+    if tokens:
+        assert report.findings["tool calls"].found.startswith("read as written, results shown")
+
+
+@pytest.mark.parametrize(
+    ("template", "check", "found"),
+    [
+        (
+            NO_SYSTEM.replace("m.role + '\n'", "m.role + (loop.index | string) + '\n'"),
+            "two turns",
+            "does not end",
+        ),
+        (
+            HARMONY.replace("(m.content | tojson)", "''"),
+            "tool calls",
+            "does not end",
+        ),
+        (
+            TEXT_ARGUMENTS,
+            "tool calls",
+            "is read as",
+        ),
+    ],
+)
+def test_a_template_that_changes_conversations_is_refused_at_the_start(
+    template: str, check: str, found: str
+) -> None:
+    chat = ChatFormat(tokenizer(template, *(HARMONY_TOKENS if "<|call|>" in template else ())))
+    finding = check_chat(chat).findings[check]
+    assert finding.verdict is Verdict.FAILED
+    assert found in finding.found
+    with pytest.raises(ChatTemplateError, match=f"of tiny fails the check of {check}"):
+        require_chat(chat)

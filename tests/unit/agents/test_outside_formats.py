@@ -21,7 +21,6 @@ from agenticrun_workers.agents.outside.session import MAX_DRAFTS
 from agenticrun_workers.types import FinishReason, GenerationRequest
 from outside_agents import (
     CHAT,
-    LIMITS,
     TOKENIZER,
     Says,
     check_token_for_token,
@@ -333,13 +332,3 @@ async def test_formats_that_cannot_be_kept_are_refused(body: dict[str, Any], par
         await session(policy).chat({"model": "policy", "messages": [user("?")], **body})
     assert (refused.value.status, refused.value.param) == (400, param)
     assert not policy.asked
-
-
-def test_calls_of_another_format_cannot_be_demanded(agent_of: Any) -> None:
-    async def run(base_url: str, task: Any) -> float:
-        with pytest.raises(openai.BadRequestError, match="toolCallPattern"):
-            await say(base_url, [user("?")], tools=TOOLS, tool_choice="required")
-        await say(base_url, [user("?")], tools=TOOLS)
-        return 1.0
-
-    play(Says(["a"]), limits=LIMITS, run=agent_of(run), tool_call_pattern=r"CALL (\{.*\})")

@@ -86,10 +86,10 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._settings: ChatSettings = getattr(tokenizer, "chat_settings", None) or ChatSettings()
         self._added: dict[str, int] = tokenizer.get_added_vocab()
-        self._template = template_text(tokenizer)
-        self.family = find_family(self._settings.format, self._template)
+        self.template = template_text(tokenizer)
+        self.family = find_family(self._settings.format, self.template)
         self._reasoning_key = next(
-            (key for key in ("reasoning_content", "thinking") if key in self._template), None
+            (key for key in ("reasoning_content", "thinking") if key in self.template), None
         )
         self.system_role = self._has_system_role()
         """False if the instruction joins the first user message."""
@@ -122,6 +122,11 @@ class ChatFormat:
         return self._reader.reads_calls
 
     @property
+    def own_reader(self) -> bool:
+        """True if answers are read by a response template of the checkpoint."""
+        return self._reader.own is not None
+
+    @property
     def reasons(self) -> bool:
         """True if reasoning can be separated from the content of an answer."""
         return self._reader.reasons
@@ -139,9 +144,9 @@ class ChatFormat:
         Raises:
             ChatTemplateError: the template leaves a message out.
         """
-        text = self._render(messages, prompt=True, tools=tools)
+        text = self.render(messages, prompt=True, tools=tools)
         self._check_shown(messages, text)
-        return self._encode(text)
+        return self.encode(text)
 
     def bridge(
         self,
@@ -163,9 +168,9 @@ class ChatFormat:
             ChatTemplateError: the template leaves a message out.
             Exception: what the template raises for messages that it rejects.
         """
-        tail = self._after_answer(added, calls, tools)
+        tail = self.after_answer(added, calls, tools)
         self._check_shown(added, tail)
-        return self._encode(self._without_end(tail, int(answer_T[-1]) if len(answer_T) else None))
+        return self.encode(self._without_end(tail, int(answer_T[-1]) if len(answer_T) else None))
 
     def shows_tools(self, tools: Tools) -> bool:
         """Return True if the chat template renders these tools."""
@@ -185,7 +190,7 @@ class ChatFormat:
 
     def answer(self, text: str) -> IntArray:
         """Return the tokens of an answer, including the end of turn, int32 [T]."""
-        return np.append(self._encode(text), np.int32(self.end_of_turn))
+        return np.append(self.encode(text), np.int32(self.end_of_turn))
 
     def text(self, response_T: IntArray) -> str:
         """Return the text of a response without its stop token."""
@@ -198,6 +203,44 @@ class ChatFormat:
         """Return the text of a prompt, including special tokens."""
         text: str = self._tokenizer.decode(prompt_T.tolist(), skip_special_tokens=False)
         return text
+
+    def shown_token(self, token: int) -> str:
+        """Return the text of a token."""
+        return str(self._tokenizer.convert_ids_to_tokens(token))
+
+    def render(
+        self, messages: Sequence[Message], *, prompt: bool, tools: Tools = (), **args: Any
+    ) -> str:
+        """Return the text of messages.
+
+        Args:
+            prompt: end with the beginning of the next answer.
+            args: variables of the template, for this text only.
+
+        Raises:
+            ChatTemplateError: the template raises, with its reason.
+        """
+        try:
+            return self._apply(self._adapted(messages), prompt=prompt, tools=tools, **args)
+        except Exception as error:  # templates raise what they like
+            raise self.error(
+                f"cannot render {' > '.join(str(m['role']) for m in messages[-4:])} "
+                f"({type(error).__name__}: {error})",
+                "send other messages, or set spec.model.chatTemplate; a model that only takes "
+                "messages with images is not supported",
+            ) from error
+
+    def after_answer(
+        self, added: Sequence[Message], calls: Sequence[Message] = (), tools: Tools = ()
+    ) -> str:
+        """Return what the template writes between an answer with these calls and the next one."""
+        if not (calls and self.renders_calls):
+            return self._tail([_USER, _ANSWER, *added], tools=tools)
+        text = self.render([_USER, self._call_stub(calls), *added], prompt=True, tools=tools)
+        _, marker, tail = text.rpartition(_MARKER)
+        if not marker:
+            raise self.error("does not write a tool call", "leave tools out")
+        return self._after_call(tail, self._ends)
 
     def parse(self, text: str, *, ended: bool, tools: Tools = ()) -> ParsedAnswer:
         """Return content, reasoning and tool calls of an answer; see `AnswerReader.read`."""
@@ -246,29 +289,31 @@ class ChatFormat:
         result = {"role": "tool", "tool_call_id": _CALL_ID, "content": "?"}
         self._text_arguments = False
         """True if the template needs arguments as JSON text, not as an object."""
-        self._renders_calls = False
+        self.renders_calls = False
+        """True if the template writes the tool calls of messages."""
         self._call_ends: set[str] = set()
         for self._text_arguments in (False, True):
             try:
-                text = self._render([_USER, call, result], tools=[_TOOL], prompt=True)
+                text = self.render([_USER, call, result], tools=[_TOOL], prompt=True)
             except Exception:  # templates raise what they like
                 continue
-            self._renders_calls = _MARKER in text
+            self.renders_calls = _MARKER in text
             break
-        if not self._renders_calls:
+        if not self.renders_calls:
+            self._text_arguments = False
             return
         _, _, tail = text.rpartition(_MARKER)
         if end := self._special_at(self._after_call(tail, self._added).lstrip()):
             self._call_ends.add(end)
 
     def _make_reader(self) -> AnswerReader:
-        before = self._render([_USER], prompt=False)
-        whole = self._render([_USER], prompt=True)
+        before = self.render([_USER], prompt=False)
+        whole = self.render([_USER], prompt=True)
         prompt = whole.removeprefix(before) if whole.startswith(before) else ""
         own = getattr(self._tokenizer, "response_template", None)
         use_own = isinstance(own, Mapping) and self._settings.format == "auto"
         try:
-            return AnswerReader(self.family, self._template, prompt, own if use_own else None)
+            return AnswerReader(self.family, self.template, prompt, own if use_own else None)
         except ValueError as error:
             raise self.error(
                 f"comes with a response_template that cannot be used ({error})",
@@ -277,27 +322,15 @@ class ChatFormat:
 
     def _renders_tools(self, tools: str) -> bool:
         given = json.loads(tools)
-        return self._render([_USER], prompt=True, tools=given) != self._render([_USER], prompt=True)
+        return self.render([_USER], prompt=True, tools=given) != self.render([_USER], prompt=True)
 
     def _next(self, user: str, ended: bool) -> IntArray:
         message = {"role": "user", "content": user}
         tail = self._tail([_USER, _ANSWER, message])
         self._check_shown([message], tail)
-        tokens = self._encode(self._without_end(tail, self.end_of_turn if ended else None))
+        tokens = self.encode(self._without_end(tail, self.end_of_turn if ended else None))
         tokens.setflags(write=False)
         return tokens
-
-    def _after_answer(
-        self, added: Sequence[Message], calls: Sequence[Message], tools: Tools
-    ) -> str:
-        """Return what the template writes between an answer with these calls and the next one."""
-        if not (calls and self._renders_calls):
-            return self._tail([_USER, _ANSWER, *added], tools=tools)
-        text = self._render([_USER, self._call_stub(calls), *added], prompt=True, tools=tools)
-        _, marker, tail = text.rpartition(_MARKER)
-        if not marker:
-            raise self.error("does not write a tool call", "leave tools out")
-        return self._after_call(tail, self._ends)
 
     def _after_call(self, tail: str, ends: Iterable[str]) -> str:
         """Return the part of a tail that follows the last call of the answer."""
@@ -354,7 +387,7 @@ class ChatFormat:
                 place = max(place, found) if role == "tool" else place
 
     def _tail(self, messages: Sequence[Message], *, prompt: bool = True, tools: Tools = ()) -> str:
-        _, marker, tail = self._render(messages, prompt=prompt, tools=tools).partition(_MARKER)
+        _, marker, tail = self.render(messages, prompt=prompt, tools=tools).partition(_MARKER)
         if not marker:
             raise self.error(
                 "does not write an assistant's message as it was given",
@@ -366,25 +399,15 @@ class ChatFormat:
         """Return the special token with which a text starts, or an empty text."""
         return max((token for token in self._added if text.startswith(token)), key=len, default="")
 
-    def _render(self, messages: Sequence[Message], *, prompt: bool, tools: Tools = ()) -> str:
-        """Return the text of messages.
-
-        Raises:
-            ChatTemplateError: the template raises, with its reason.
-        """
-        try:
-            return self._apply(self._adapted(messages), prompt=prompt, tools=tools)
-        except Exception as error:  # templates raise what they like
-            raise self.error(
-                f"cannot render {' > '.join(str(m['role']) for m in messages[-4:])} "
-                f"({type(error).__name__}: {error})",
-                "send other messages, or set spec.model.chatTemplate; a model that only takes "
-                "messages with images is not supported",
-            ) from error
-
-    def _apply(self, messages: Sequence[Message], *, prompt: bool, tools: Tools = ()) -> str:
+    def _apply(
+        self, messages: Sequence[Message], *, prompt: bool, tools: Tools = (), **args: Any
+    ) -> str:
         text: str = self._tokenizer.apply_chat_template(
-            [*messages], tools=[*tools] or None, tokenize=False, add_generation_prompt=prompt
+            [*messages],
+            tools=[*tools] or None,
+            tokenize=False,
+            add_generation_prompt=prompt,
+            **args,
         )
         return text
 
@@ -408,7 +431,8 @@ class ChatFormat:
             message = {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
         return message
 
-    def _encode(self, text: str) -> IntArray:
+    def encode(self, text: str) -> IntArray:
+        """Return the tokens of a text, int32 [T]."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.environments import EnvSpec
 from agenticrun_workers.agents import Agent, AgentLimits, ChatFormat, agent_texts, make_agent
+from agenticrun_workers.agents.chat_checks import require_chat
 from agenticrun_workers.envs import HasVocabulary, TakesItem, make_env
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import GenerationClient
@@ -99,6 +100,7 @@ class EnvWorker(Traced):
         """Load the tokenizer and build the agents. Raises `InvalidConfig`."""
         tokenizer = self._load_tokenizer(source)
         chat = ChatFormat(tokenizer)
+        require_chat(chat)
         agents = build_agents(self._pipeline, tokenizer)
         self._runner = EpisodeRunner(self._pipeline, chat, agents, self._sources, self._client)
         self._keep(asyncio.create_task(self._store_finished(), name="store-finished"))

@@ -1,0 +1,230 @@
+"""Checks of a chat format: what the template does with conversations of a few words.
+
+Env workers make them when a run starts, and `agenticrun check-model` prints them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from typing import Any
+
+from agenticrun_workers.agents.chat import ChatFormat, ChatTemplateError, Message
+from agenticrun_workers.findings import Finding, Report, Verdict, failed, not_checked, ok, warning
+
+TEMPLATE = "set spec.model.chatTemplate to a template that writes earlier messages unchanged"
+
+SWITCHES = {
+    "enable_thinking": (True, False),
+    "low_effort": (True, False),
+    "medium_effort": (True, False),
+    "reasoning_effort": ("low", "medium", "high"),
+}
+"""Variables of templates that change how much a model thinks, with values to try."""
+
+SYSTEM: Message = {"role": "system", "content": "INSTRUCTION"}
+ASKED: Message = {"role": "user", "content": "QUESTION 1"}
+ANSWERED: Message = {"role": "assistant", "content": "ANSWER"}
+ASKED_AGAIN: Message = {"role": "user", "content": "QUESTION 2"}
+REASONED: Message = {**ANSWERED, "reasoning_content": "BECAUSE"}
+ARGUMENTS: dict[str, Any] = {"count": 1, "text": "1", "flag": True, "items": [1, 2]}
+TOOL: Message = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Looks up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "count": {"type": "integer", "description": "Number."},
+                "text": {"type": "string", "description": "Text."},
+                "flag": {"type": "boolean", "description": "Flag."},
+                "items": {
+                    "type": "array",
+                    "items": {"type": "integer"},
+                    "description": "Numbers.",
+                },
+            },
+            "required": ["text"],
+        },
+    },
+}
+CALL: Message = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "lookup", "arguments": ARGUMENTS},
+}
+CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "content": "RESULT 42"}
+
+
+def check_chat(chat: ChatFormat) -> Report:
+    """Return what a template can express. Failures make training on it wrong."""
+    checks = {
+        "family": _family,
+        "two turns": _two_turns,
+        "system role": _system_role,
+        "thinking": _thinking,
+        "tool calls": _tool_calls,
+        "stop tokens": _stop_tokens,
+    }
+    findings: dict[str, Finding] = {}
+    for name, check in checks.items():
+        try:
+            findings[name] = check(chat)
+        except ChatTemplateError as error:
+            findings[name] = failed(error.message, TEMPLATE)
+    return Report(findings)
+
+
+def require_chat(chat: ChatFormat) -> None:
+    """Raise `ChatTemplateError` for the first failed check."""
+    for name, finding in check_chat(chat).findings.items():
+        if finding.verdict is Verdict.FAILED:
+            raise chat.error(f"fails the check of {name} ({finding.found})", finding.advice)
+
+
+def _family(chat: ChatFormat) -> Finding:
+    return ok(chat.family.name + (", by the model's response_template" if chat.own_reader else ""))
+
+
+def _two_turns(chat: ChatFormat) -> Finding:
+    """Compare pieces with the whole conversation, after one turn and after two."""
+    begun = ""
+    for past in ([SYSTEM, ASKED], [SYSTEM, ASKED, ANSWERED, ASKED_AGAIN]):
+        whole = chat.render([*past, ANSWERED, ASKED_AGAIN], prompt=True)
+        piece = chat.after_answer([ASKED_AGAIN])
+        before = whole.removesuffix(piece)
+        if before == whole or not before.endswith("ANSWER"):
+            return failed(f"the template writes {whole!r}, which does not end {piece!r}", TEMPLATE)
+        if not _same_tokens(chat, before, piece):
+            return failed(f"the tokens of {piece!r} depend on the text before it", TEMPLATE)
+        first = chat.render(past, prompt=True)
+        begun = begun or _difference(first, whole)
+    if begun:
+        return ok(
+            f"equal to the whole but for {begun!r}: the template leaves it out of earlier answers, "
+            "a run keeps it"
+        )
+    return ok("equal to the whole conversation")
+
+
+def _same_tokens(chat: ChatFormat, before: str, piece: str) -> bool:
+    """Return True if the tokens of two texts are those of both together.
+
+    A tokenizer of words cannot encode the texts of the checks, and splits at each word anyway.
+    """
+    try:
+        parts = [*chat.encode(before).tolist(), *chat.encode(piece).tolist()]
+        return bool(parts == chat.encode(before + piece).tolist())
+    except Exception:  # tokenizers raises plain ones
+        return True
+
+
+def _difference(first: str, whole: str) -> str:
+    """Return the part of a prompt's end that the whole conversation lacks."""
+    size = next(
+        (n for n, (a, b) in enumerate(zip(first, whole, strict=False)) if a != b), len(first)
+    )
+    return first[size:]
+
+
+def _system_role(chat: ChatFormat) -> Finding:
+    text = chat.render([SYSTEM, ASKED], prompt=True)
+    if "INSTRUCTION" not in text:
+        return failed("instructions of environments are left out", TEMPLATE)
+    return ok("yes" if chat.system_role else "none: the instruction joins the first user message")
+
+
+def _thinking(chat: ChatFormat) -> Finding:
+    if not chat.reasons:
+        return ok("none")
+    switches = [
+        name
+        for name in SWITCHES
+        if re.search(rf"\b{name}\b", chat.template) and _changes(chat, name)
+    ]
+    found = f"switched by {', '.join(switches)}" if switches else "without a switch"
+    latest = chat.render([ASKED, REASONED], prompt=False)
+    if "BECAUSE" not in latest:
+        return ok(f"{found}; the template never writes reasoning, a run keeps it")
+    earlier = "BECAUSE" in chat.render([ASKED, REASONED, ASKED_AGAIN], prompt=True)
+    if problem := _unread(chat, latest):
+        return failed(problem, "set spec.model.chatFormat")
+    if earlier:
+        return ok(f"{found}; kept in earlier turns")
+    return ok(f"{found}; the template leaves it out of earlier turns, a run keeps it")
+
+
+def _changes(chat: ChatFormat, name: str) -> bool:
+    """Return True if a variable of the template changes prompts."""
+    prompts = set()
+    for value in SWITCHES[name]:
+        with suppress(ChatTemplateError):  # a value that this template does not know
+            variables: dict[str, Any] = {name: value}
+            prompts.add(chat.render([SYSTEM, ASKED], prompt=True, **variables))
+    return len(prompts) > 1
+
+
+def _unread(chat: ChatFormat, latest: str) -> str:
+    """Return what is wrong with the parts that are read from an answer with reasoning."""
+    begun = chat.render([ASKED], prompt=True)
+    answer = latest.removeprefix(begun)
+    if answer == latest:  # the template writes the beginning of an answer in another way
+        return ""
+    for token in chat.stop_tokens:
+        answer = answer.partition(chat.shown_token(token))[0]
+    parsed = chat.parse(answer, ended=True)
+    if (parsed.reasoning, parsed.content) == ("BECAUSE", "ANSWER"):
+        return ""
+    return f"{answer!r} is read as reasoning {parsed.reasoning!r} and content {parsed.content!r}"
+
+
+def _tool_calls(chat: ChatFormat) -> Finding:
+    if not chat.shows_tools([TOOL]):
+        return not_checked("the template shows no tools: requests with tools are refused")
+    if not chat.reads_calls:
+        return warning(
+            "the format of calls is not known: requests with tools are refused",
+            "set spec.model.chatFormat",
+        )
+    if not chat.renders_calls:
+        return warning(
+            "calls are read; the template leaves them out of messages that no recorded answer is",
+            "agents must send answers back unchanged",
+        )
+    piece = chat.after_answer([RESULT], [CALL], [TOOL])
+    whole = chat.render([ASKED, CALLED, RESULT], prompt=True, tools=[TOOL])
+    before = whole.removesuffix(piece)
+    if "RESULT 42" not in piece or before == whole:
+        return failed(f"the template writes {whole!r}, which does not end {piece!r}", TEMPLATE)
+    answer = before.removeprefix(chat.render([ASKED], prompt=True, tools=[TOOL]))
+    if answer == before:
+        answer = before.partition("QUESTION 1")[2]
+    parsed = chat.parse(answer, ended=True, tools=[TOOL])
+    read = [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+    if read != [("lookup", ARGUMENTS)]:
+        return failed(
+            f"the call in {answer!r} is read as {read} ({parsed.problem})",
+            "set spec.model.chatFormat",
+        )
+    return ok(f"read as written, results shown; {_parallel(chat)}")
+
+
+def _parallel(chat: ChatFormat) -> str:
+    second = {
+        **CALL,
+        "id": "call00002",
+        "function": {"name": "lookup", "arguments": {"text": "SECOND"}},
+    }
+    results = [RESULT, {**RESULT, "tool_call_id": "call00002"}]
+    called = {**CALLED, "tool_calls": [CALL, second]}
+    with suppress(ChatTemplateError):
+        if "SECOND" in chat.render([ASKED, called, *results], prompt=True, tools=[TOOL]):
+            return "several calls per answer"
+    return "one call per answer"
+
+
+def _stop_tokens(chat: ChatFormat) -> Finding:
+    return ok(" ".join(chat.shown_token(token) for token in chat.stop_tokens))
