@@ -44,7 +44,7 @@ def tiny(name: str, attention: str = "eager") -> PreTrainedModel:
 def test_chunks_begin_at_positions_of_each_row() -> None:
     cache = SlotCache(2, 36)
     starts, width = [3, 30], 6
-    cache.select(0, starts, width)
+    cache.select(0, starts, width, torch.device("cpu"))
     config = tiny_config(Case("llama", options={"attention_chunk_size": WINDOW}))
     config._attn_implementation = "sdpa"
     mask_B1QK = create_chunked_causal_mask(config, torch.empty(2, width, 0), None, cache)

@@ -10,12 +10,21 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from agenticrun_workers.inference.transformers.caches import sample_tokens, uniforms
+from agenticrun_workers.inference.server_path.agenticrun_sampling import (
+    BLOCK,
+    sample,
+    seeds_on_device,
+    truncate,
+    uniforms,
+)
+from agenticrun_workers.inference.transformers.caches import sample_tokens
 from agenticrun_workers.types import SamplingParams
+
+CPU = torch.device("cpu")
 
 
 def draw(logits: torch.Tensor, params: SamplingParams, count: int = 20_000) -> np.ndarray:
-    u = uniforms(np.full(count, 3, np.uint64), np.arange(count, dtype=np.uint64))
+    u = uniforms(torch.full((count,), 3), torch.arange(count))
     tokens, _ = sample_tokens(logits.expand(count, -1), [params] * count, u)
     return np.bincount(tokens.numpy(), minlength=logits.shape[-1]) / count
 
@@ -92,27 +101,29 @@ def test_truncated_sampling_equals_a_slow_definition(
         if expected is None and u < reached:
             expected = token
     params = SamplingParams(1, temperature, top_p, top_k, min_p)
-    tokens, logprobs = sample_tokens(torch.tensor([logits]), [params], np.array([u]))
+    tokens, logprobs = sample_tokens(
+        torch.tensor([logits]), [params], torch.tensor([u], dtype=torch.float64)
+    )
     assert tokens.tolist() == [expected]
     assert logprobs[0].item() == pytest.approx(math.log(shares[tokens[0]]), abs=1e-4)
 
 
 def test_log_probs_are_recorded_at_another_temperature_where_that_is_asked_for() -> None:
     params = [SamplingParams(1, 0.5, top_k=2, record_temperature=1.0), SamplingParams(1, 0.5)]
-    tokens, logprobs = sample_tokens(LOGITS.expand(2, -1), params, np.array([0.3, 0.3]))
+    tokens, logprobs = sample_tokens(LOGITS.expand(2, -1), params, torch.tensor([0.3, 0.3]))
     torch.testing.assert_close(logprobs[0], torch.log_softmax(LOGITS, -1)[tokens[0]])
     torch.testing.assert_close(logprobs[1], torch.log_softmax(LOGITS / 0.5, -1)[tokens[1]])
 
 
 def test_recorded_log_probs_are_of_the_full_distribution_at_the_temperature() -> None:
     tokens, logprobs = sample_tokens(
-        LOGITS[None], [SamplingParams(1, 0.5, top_k=1)], np.array([0.3])
+        LOGITS[None], [SamplingParams(1, 0.5, top_k=1)], torch.tensor([0.3])
     )
     torch.testing.assert_close(logprobs[0], torch.log_softmax(LOGITS / 0.5, -1)[tokens[0]])
 
 
 def test_temperature_zero_is_greedy_and_recorded_at_one() -> None:
-    tokens, logprobs = sample_tokens(LOGITS[None], [SamplingParams(1, 0.0)], np.array([0.01]))
+    tokens, logprobs = sample_tokens(LOGITS[None], [SamplingParams(1, 0.0)], torch.tensor([0.01]))
     assert tokens.tolist() == [3]
     torch.testing.assert_close(logprobs[0], torch.log_softmax(LOGITS, -1)[3])
 
@@ -124,7 +135,7 @@ def test_a_row_is_sampled_the_same_whatever_its_neighbours_are() -> None:
         SamplingParams(1, t, p, k)
         for t, p, k in [(1, 1, 0), (0, 1, 0), (0.7, 0.5, 0), (1, 1, 3), (2, 1, 0), (1, 0.9, 5)]
     ]
-    u = uniforms(np.arange(6, dtype=np.uint64), np.arange(6, dtype=np.uint64))
+    u = uniforms(torch.arange(6), torch.arange(6))
     together = sample_tokens(logits, params, u)[0].tolist()
     alone = [
         sample_tokens(logits[i : i + 1], params[i : i + 1], u[i : i + 1])[0].item()
@@ -134,11 +145,97 @@ def test_a_row_is_sampled_the_same_whatever_its_neighbours_are() -> None:
 
 
 def test_uniforms_are_uniform_and_unrelated_between_neighbouring_seeds_and_indices() -> None:
-    seeds, indices = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300, dtype=np.uint64))
-    u = uniforms(seeds.ravel(), indices.ravel()).reshape(300, 300)
+    seeds, indices = torch.meshgrid(torch.arange(300), torch.arange(300), indexing="xy")
+    u = uniforms(seeds.ravel(), indices.ravel()).reshape(300, 300).numpy()
     assert u.min() >= 0
     assert u.max() < 1
     counts = np.histogram(u, bins=20, range=(0, 1))[0]
     assert np.abs(counts - 4500).max() < 350
     for a, b in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1])):
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.02
+
+
+def test_uniforms_are_those_of_splitmix64() -> None:
+    """The numbers of `java.util.SplittableRandom`, and of seeds beyond the range of int64."""
+    mask = 2**64 - 1
+
+    def mix(state: int) -> int:
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & mask
+        return state ^ state >> 31
+
+    gamma = 0x9E3779B97F4A7C15
+    cases = [(0, 0), (1, 0), (2**63 - 1, 7), (2**63, 2**31), (2**64 - 1, 123_456)]
+    expected = [
+        (mix(mix(seed + gamma & mask) + (index + 1) * gamma & mask) >> 11) * 2.0**-53
+        for seed, index in cases
+    ]
+    seeds, indices = zip(*cases, strict=True)
+    found = uniforms(seeds_on_device(seeds, CPU), torch.tensor(indices))
+    assert found.tolist() == expected
+
+
+def sums_of_the_whole_vocabulary(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> list[int]:
+    sums_BV = weights_BV.double().cumsum(-1)
+    thresholds_B1 = uniforms_B[:, None] * sums_BV[:, -1:]
+    tokens: list[int] = torch.searchsorted(sums_BV, thresholds_B1, right=True)[:, 0].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("vocabulary", [2, BLOCK - 1, BLOCK, BLOCK + 1, 50_257])
+def test_tokens_are_those_of_one_sum_in_float64_over_the_vocabulary(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits_BV = 3 * torch.randn(200, vocabulary, generator=generator)
+    logits_BV[:, ::3] = -torch.inf
+    weights_BV = logits_BV.softmax(-1)
+    uniforms_B = uniforms(torch.arange(200), torch.arange(200))
+    assert sample(weights_BV, uniforms_B).tolist() == sums_of_the_whole_vocabulary(
+        weights_BV, uniforms_B
+    )
+
+
+def test_a_token_without_weight_is_never_sampled() -> None:
+    """Also where rounding takes the largest random number to the sum of all weights."""
+    weights_BV = torch.zeros(3, 3 * BLOCK)
+    weights_BV[0, BLOCK + 5] = weights_BV[1, 7] = weights_BV[2, -1] = 0.1
+    for u in (0.0, 0.5, 1 - 2.0**-53):
+        tokens = sample(weights_BV, torch.full((3,), u, dtype=torch.float64))
+        assert tokens.tolist() == [BLOCK + 5, 7, 3 * BLOCK - 1]
+
+
+def test_a_row_of_nan_still_gets_a_token_of_the_vocabulary() -> None:
+    """An index beyond it would end the process on a GPU."""
+    tokens = sample(torch.full((1, BLOCK + 1), torch.nan), torch.tensor([0.5], dtype=torch.float64))
+    assert 0 <= int(tokens) <= BLOCK
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=12).filter(any),
+    st.integers(1, 13),
+    st.integers(1, 40).map(lambda n: n / 40),
+    st.integers(0, 12).map(lambda n: n / 12),
+)
+def test_of_equal_weights_the_first_count_as_the_more_likely_ones(
+    weights: list[int], top_k: int, top_p: float, min_p: float
+) -> None:
+    order = sorted(range(len(weights)), key=lambda token: -weights[token])
+    kept, before = set(), 0
+    for rank, token in enumerate(order):
+        assume(abs(before - top_p * sum(weights)) > 1e-4 or top_p == 1)
+        assume(abs(weights[token] - min_p * max(weights)) > 1e-4 or min_p in (0, 1))
+        if (
+            rank < top_k
+            and (top_p == 1 or before < top_p * sum(weights))
+            and weights[token] >= min_p * max(weights)
+        ):
+            kept.add(token)
+        before += weights[token]
+    expected = [weight * (token in kept) for token, weight in enumerate(weights)]
+    found = truncate(
+        torch.tensor([weights], dtype=torch.float32),
+        torch.tensor([top_k]),
+        torch.tensor([top_p]),
+        torch.tensor([min_p]),
+    )
+    assert found[0].tolist() == expected

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -27,6 +26,13 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from typing_extensions import override
 
 from agenticrun_workers.inference.engine import SampledTokens
+from agenticrun_workers.inference.server_path.agenticrun_sampling import (
+    on_device,
+    sample,
+    seeds_on_device,
+    truncate,
+    uniforms,
+)
 from agenticrun_workers.models.heads import split_model
 from agenticrun_workers.types import (
     FinishReason,
@@ -80,19 +86,22 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Bytes of the storage."""
         return sum(held.nbytes for held in (*self._keys, *self._values))
 
-    def select(self, first: int, starts: Sequence[int], width: int) -> None:
+    def select(self, first: int, starts: Sequence[int], width: int, device: torch.device) -> None:
         """Choose the slots and positions of the next forward pass.
 
         Args:
             first: slot of the first row. Each other row has the slot after the one before it.
             starts: number of positions that each slot holds already.
             width: number of tokens that each row adds from there.
+            device: of the model.
         """
         rows, visible = slice(first, first + len(starts)), max(starts) + width
         self._slots = _grown(self._slots, rows.stop, self._max_slots)
         self._length = _grown(self._length, visible, self._max_length)
         start = starts[0] if min(starts) == max(starts) else None
-        self._chosen = _Selection(rows, width, visible, torch.tensor(starts), start)
+        self._chosen = _Selection(
+            rows, width, visible, on_device(starts, torch.int64, device), start
+        )
 
     def get_query_offset(self, layer_idx: int = 0) -> int | Tensor:  # noqa: ARG002
         """Return the position of each row's first new token: int, or int64 [B]. See `_mask_rows`.
@@ -148,7 +157,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         for layer in range(len(self._keys)):
             for store in (self._keys, self._values):
                 held = self._at_full_size(store, layer)
-                held[[one, other], :, :length] = held[[other, one], :, :length]
+                moved = held[one, :, :length].clone()
+                held[one, :, :length] = held[other, :, :length]
+                held[other, :, :length] = moved
 
     def _exchange(self, store: list[Tensor], layer: int, states: Tensor) -> Tensor:
         held, chosen = self._at_full_size(store, layer), self._chosen
@@ -158,18 +169,19 @@ class SlotCache(Cache):  # type: ignore[misc]
         else:
             heads, size = states.shape[1], states.shape[3]
             if heads not in chosen.write_at:
-                chosen.write_at[heads] = self._flat_positions(heads, states.device)
+                chosen.write_at[heads] = self._flat_positions(heads)
             # index_copy_ is many times faster than index_put_ and scatter_.
             held.view(-1, size).index_copy_(0, chosen.write_at[heads], states.reshape(-1, size))
         return rows[:, :, : chosen.visible]
 
-    def _flat_positions(self, heads: int, device: torch.device) -> Tensor:
+    def _flat_positions(self, heads: int) -> Tensor:
         """Return where the storage has the new tokens of all rows and heads, int64 [B * H * Q]."""
-        slots_B = torch.arange(self._chosen.rows.start, self._chosen.rows.stop)
-        blocks_BH = slots_B[:, None] * heads + torch.arange(heads)
-        positions_BQ = self._chosen.starts_B[:, None] + torch.arange(self._chosen.width)
-        flat_BHQ = blocks_BH[:, :, None] * self._length + positions_BQ[:, None]
-        return flat_BHQ.flatten().to(device)
+        chosen = self._chosen
+        device = chosen.starts_B.device
+        slots_B = torch.arange(chosen.rows.start, chosen.rows.stop, device=device)
+        blocks_BH = slots_B[:, None] * heads + torch.arange(heads, device=device)
+        positions_BQ = chosen.starts_B[:, None] + torch.arange(chosen.width, device=device)
+        return (blocks_BH[:, :, None] * self._length + positions_BQ[:, None]).flatten()
 
     def _at_full_size(self, store: list[Tensor], layer: int) -> Tensor:
         held = store[layer]
@@ -499,13 +511,14 @@ class Forward:
             [running.cached for running in batch],
             [running.pending_T for running in batch],
         )
-        seeds_B = np.array([running.request.seed for running in batch], np.uint64)
-        indices_B = np.array(
-            [running.request.sampled + len(running.sampled) for running in batch], np.uint64
-        )
+        seeds_B = seeds_on_device([running.request.seed for running in batch], self._device)
+        indices = [running.request.sampled + len(running.sampled) for running in batch]
+        uniforms_B = uniforms(seeds_B, on_device(indices, torch.int64, self._device))
         sampling = [running.request.sampling for running in batch]
-        tokens_B, logprobs_B = sample_tokens(logits_BV, sampling, uniforms(seeds_B, indices_B))
-        return tokens_B.tolist(), logprobs_B.tolist()
+        tokens_B, logprobs_B = sample_tokens(logits_BV, sampling, uniforms_B)
+        # One copy: the only time that a step waits for the GPU.
+        tokens, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()
+        return [int(token) for token in tokens], logprobs
 
     @torch.inference_mode()
     def logits(
@@ -520,20 +533,20 @@ class Forward:
             pending: the tokens that follow, at least one of each row.
         """
         device = self._device
-        pending_B = torch.tensor([len(ids_T) for ids_T in pending])
-        width = int(pending_B.max())
-        ids_BQ = torch.zeros(len(pending), width, dtype=torch.long)
+        width = max(len(ids_T) for ids_T in pending)
+        ids_BQ = np.zeros((len(pending), width), np.int64)
         for row, ids_T in enumerate(pending):
-            ids_BQ[row, : len(ids_T)] = torch.from_numpy(ids_T)
-        positions_BQ = torch.tensor(cached)[:, None] + torch.arange(width)
-        cache.select(first, cached, width)
+            ids_BQ[row, : len(ids_T)] = ids_T
+        positions_BQ = np.array(cached)[:, None] + np.arange(width)
+        cache.select(first, cached, width, device)
         hidden_BQH = self._decoder(
-            input_ids=ids_BQ.to(device),
-            position_ids=positions_BQ.to(device),
+            input_ids=on_device(ids_BQ, torch.int64, device),
+            position_ids=on_device(positions_BQ, torch.int64, device),
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
-        last_BH = hidden_BQH[torch.arange(len(pending), device=device), (pending_B - 1).to(device)]
+        last_B = on_device([len(ids_T) - 1 for ids_T in pending], torch.int64, device)
+        last_BH = hidden_BQH[torch.arange(len(pending), device=device), last_B]
         logits_BV: Tensor = self._head(last_BH)
         return logits_BV
 
@@ -546,21 +559,8 @@ class Forward:
         return logits_EV
 
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-
-
-def uniforms(seeds_B: NDArray[np.uint64], indices_B: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return one random number in [0, 1) for each (seed, index), float64 [B].
-
-    Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators".
-    """
-    with np.errstate(over="ignore"):
-        mixed = _mix(_mix(seeds_B + _GAMMA) + (indices_B + np.uint64(1)) * _GAMMA)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
 def sample_tokens(
-    logits_BV: Tensor, sampling: list[SamplingParams], uniforms_B: NDArray[np.float64]
+    logits_BV: Tensor, sampling: list[SamplingParams], uniforms_B: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sample a token for each row, independent of the other rows.
 
@@ -574,22 +574,25 @@ def sample_tokens(
         vocabulary, regardless of top_k, top_p and min_p. T is `record_temperature`, by default the
         sampling temperature (1 for greedy rows).
     """
+    device, vocabulary = logits_BV.device, logits_BV.shape[-1]
+
+    def column(
+        values: list[float], off: float, dtype: torch.dtype = torch.float32
+    ) -> Tensor | None:
+        return on_device(values, dtype, device) if any(each != off for each in values) else None
+
     temperatures = [params.temperature or 1.0 for params in sampling]
     logprobs_BV = _log_softmax(logits_BV, temperatures)
-    weights_BV = logprobs_BV.double().exp()
-    for row, params in enumerate(sampling):
-        if params.temperature and (params.top_k or params.top_p < 1 or params.min_p):
-            weights_BV[row] = _truncated(weights_BV[row], params)
-    sums_BV = weights_BV.cumsum(-1)
-    thresholds_B1 = torch.as_tensor(uniforms_B, device=logits_BV.device)[:, None] * sums_BV[:, -1:]
-    tokens_B = torch.searchsorted(sums_BV, thresholds_B1, right=True)[:, 0].clamp(
-        max=logits_BV.shape[-1] - 1
+    weights_BV = truncate(
+        logprobs_BV.exp(),
+        column([params.top_k or vocabulary for params in sampling], vocabulary, torch.int64),
+        column([params.top_p for params in sampling], 1.0),
+        column([params.min_p for params in sampling], 0.0),
     )
-    greedy = [params.temperature == 0 for params in sampling]
-    if any(greedy):
-        tokens_B = torch.where(
-            torch.tensor(greedy, device=logits_BV.device), logits_BV.argmax(-1), tokens_B
-        )
+    tokens_B = sample(weights_BV, uniforms_B)
+    greedy_B = column([params.temperature == 0 for params in sampling], False, torch.bool)
+    if greedy_B is not None:
+        tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
     recorded = [
         params.record_temperature or t for params, t in zip(sampling, temperatures, strict=True)
     ]
@@ -600,23 +603,5 @@ def sample_tokens(
 
 def _log_softmax(logits_BV: Tensor, temperatures: list[float]) -> Tensor:
     """Return log_softmax(logits / temperature), float32 [B, V]."""
-    scale_B = torch.tensor(temperatures, dtype=torch.float32, device=logits_BV.device)
+    scale_B = on_device(temperatures, torch.float32, logits_BV.device)
     return torch.log_softmax(logits_BV.float() / scale_B[:, None], dim=-1)
-
-
-def _truncated(weights_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return the weights with all tokens outside top_k, top_p and min_p set to 0, [V]."""
-    ordered_V, order_V = weights_V.sort(descending=True, stable=True)
-    keep_V = ordered_V >= params.min_p * ordered_V[0]
-    if params.top_k:
-        keep_V[params.top_k :] = False
-    if params.top_p < 1:
-        mass_before_V = (ordered_V.cumsum(-1) - ordered_V) / ordered_V.sum()
-        keep_V &= mass_before_V < params.top_p
-    return torch.zeros_like(weights_V).scatter(0, order_V, ordered_V * keep_V)
-
-
-def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))

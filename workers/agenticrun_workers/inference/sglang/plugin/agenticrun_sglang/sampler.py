@@ -13,9 +13,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import torch
-from agenticrun_draws import uniforms
+from agenticrun_sampling import on_device, sample, seeds_on_device, truncate, uniforms
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.weight_versions import compute_weight_version_spans
@@ -56,26 +55,24 @@ class RequestBatch(SamplingBatchInfo):  # type: ignore[misc]
             for given, each in zip(own, params, strict=True)
         ]
         info.records_differ = record != [each.temperature for each in params]
-        info.record_temperatures = torch.tensor(
-            record, dtype=torch.float32, device=info.device
-        ).view(-1, 1)
-        info.seeds = torch.tensor([given.get("seed", 0) for given in own], dtype=torch.int64)
-        info.first_positions = torch.tensor(
+        device = torch.device(info.device)
+        info.record_temperatures = on_device(record, torch.float32, device)[:, None]
+        info.seeds = seeds_on_device([given.get("seed", 0) for given in own], device)
+        info.first_positions = on_device(
             [
                 len(request.origin_input_ids) - 1 - given.get("sampled", 0)
                 for request, given in zip(batch.reqs, own, strict=True)
             ],
-            dtype=torch.int64,
+            torch.int64,
+            device,
         )
         return info
 
     def filter_batch(self, keep_indices: list[int], keep_indices_device: Tensor) -> None:
         super().filter_batch(keep_indices, keep_indices_device)
         self.record_temperatures = self.record_temperatures[keep_indices_device]
-        self.seeds, self.first_positions = (
-            self.seeds[keep_indices],
-            self.first_positions[keep_indices],
-        )
+        self.seeds = self.seeds[keep_indices_device]
+        self.first_positions = self.first_positions[keep_indices_device]
 
     def merge_batch(self, other: RequestBatch) -> None:
         super().merge_batch(other)
@@ -111,8 +108,6 @@ def sample_from_probs(
 ) -> tuple[Tensor, None]:
     """Replace `Sampler._sample_from_probs`.
 
-    Sample the token at which the cumulative sum passes the request's random number.
-
     Args:
         probs: float32 [B, V].
         positions: of the tokens sampled from, int64 [B].
@@ -121,25 +116,15 @@ def sample_from_probs(
     Returns:
         tokens int32 [B], and no mask.
     """
-    weights_BV = probs.double() if simple else _truncated(probs, info)
-    sums_BV = weights_BV.cumsum(-1)
-    indices_B = positions.cpu() - info.first_positions
-    draws_B = uniforms(info.seeds.numpy().astype(np.uint64), indices_B.numpy().astype(np.uint64))
-    thresholds_B1 = torch.from_numpy(draws_B).to(probs.device)[:, None] * sums_BV[:, -1:]
-    tokens_B = torch.searchsorted(sums_BV, thresholds_B1, right=True)[:, 0].clamp(
-        max=probs.shape[-1] - 1
-    )
+    if not simple:
+        probs = truncate(
+            probs,
+            info.top_ks if info.need_top_k_sampling else None,
+            info.top_ps if info.need_top_p_sampling else None,
+            info.min_ps if info.need_min_p_sampling else None,
+        )
+    tokens_B = sample(probs, uniforms(info.seeds, positions - info.first_positions))
     return tokens_B.to(torch.int32), None
-
-
-def _truncated(probs: Tensor, info: RequestBatch) -> Tensor:
-    """Return weights with tokens outside top_k, top_p and min_p set to 0, float64 [B, V]."""
-    ordered_BV, order_BV = probs.double().sort(dim=-1, descending=True, stable=True)
-    ranks_V = torch.arange(probs.shape[-1], device=probs.device)
-    keep_BV = ranks_V < info.top_ks[:, None]
-    keep_BV &= ordered_BV.cumsum(-1) - ordered_BV < info.top_ps[:, None]
-    keep_BV &= ordered_BV >= info.min_ps[:, None] * ordered_BV[:, :1]
-    return torch.zeros_like(ordered_BV).scatter_(-1, order_BV, ordered_BV * keep_BV)
 
 
 def ends(request: Any, new_accepted_tokens: list[int]) -> bool:

@@ -13,16 +13,14 @@ from __future__ import annotations
 import secrets
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from agenticrun_draws import uniforms
+from agenticrun_sampling import on_device, sample, seeds_on_device, truncate, uniforms
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor, process_dict_updates
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 
@@ -33,6 +31,7 @@ class _Row(NamedTuple):
     sampled: int
     """Tokens at the end of the prompt that another engine sampled for this response."""
     record_temperature: float
+    min_p: float
     outputs: list[int]
     """The server's own list of the tokens sampled so far. It grows."""
 
@@ -42,7 +41,7 @@ def _row(params: SamplingParams, outputs: list[int]) -> _Row:
     arguments = params.extra_args or {}
     seed = arguments["seed"] if "seed" in arguments else secrets.randbits(64)
     record_temperature = arguments.get("record_temperature") or params.temperature or 1.0
-    return _Row(seed, arguments.get("sampled", 0), record_temperature, outputs)
+    return _Row(seed, arguments.get("sampled", 0), record_temperature, params.min_p, outputs)
 
 
 class RequestArguments(LogitsProcessor):  # type: ignore[misc]
@@ -51,10 +50,12 @@ class RequestArguments(LogitsProcessor):  # type: ignore[misc]
     def __init__(
         self,
         vllm_config: VllmConfig,  # noqa: ARG002
-        device: torch.device,  # noqa: ARG002
+        device: torch.device,
         is_pin_memory: bool,  # noqa: ARG002
     ) -> None:
+        self._device = torch.device(device)
         self._rows: dict[int, _Row] = {}
+        self._copy_rows(0)
 
     def is_argmax_invariant(self) -> bool:
         return True
@@ -64,23 +65,34 @@ class RequestArguments(LogitsProcessor):  # type: ignore[misc]
         process_dict_updates(
             self._rows, batch_update, lambda params, _prompt, outputs: _row(params, outputs)
         )
+        if batch_update is not None:
+            self._copy_rows(batch_update.batch_size)
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits
 
-    def uniforms(self, count: int) -> Tensor:
-        """Return a random number for the next token of each of the first rows.
+    def uniforms(self) -> Tensor:
+        """Return a random number for the next token of each row, float64 [B]."""
+        # The server also samples for rows whose prompt is incomplete, and drops those tokens: only
+        # the lists know how many it has kept.
+        indices = [row.sampled + len(row.outputs) for row in self._batch]
+        indices_B = on_device(indices, torch.int64, self._device)
+        uniforms_B: Tensor = uniforms(self._seeds_B, indices_B)
+        return uniforms_B
 
-        Float64 [count, 1].
-        """
-        rows = [self._rows[row] for row in range(count)]
-        seeds_B = np.array([row.seed for row in rows], np.uint64)
-        indices_B = np.array([row.sampled + len(row.outputs) for row in rows], np.uint64)
-        return torch.from_numpy(uniforms(seeds_B, indices_B)[:, None])
-
-    def record_temperatures(self, count: int) -> Tensor:
-        """Return the temperatures of the log-probs of the first rows, float32 [count, 1]."""
-        return torch.tensor([[self._rows[row].record_temperature] for row in range(count)])
+    def _copy_rows(self, count: int) -> None:
+        self._batch = rows = [self._rows[number] for number in range(count)]
+        self._seeds_B = seeds_on_device([row.seed for row in rows], self._device)
+        self.record_temperatures_B = on_device(
+            [row.record_temperature for row in rows], torch.float32, self._device
+        )
+        """Temperatures of the log-probs of the rows, float32 [B]."""
+        self.min_p_B = (
+            on_device([row.min_p for row in rows], torch.float32, self._device)
+            if any(row.min_p for row in rows)
+            else None
+        )
+        """min_p of the rows, float32 [B]; None if no row has it."""
 
 
 class RequestSampler(Sampler):  # type: ignore[misc]
@@ -107,8 +119,7 @@ class RequestSampler(Sampler):  # type: ignore[misc]
         arguments = next(
             each for each in sampling_metadata.logitsprocs.all if isinstance(each, RequestArguments)
         )
-        count, device = len(logits), logits.device
-        recorded_BV = (logits / arguments.record_temperatures(count).to(device)).log_softmax(-1)
+        recorded_BV = (logits / arguments.record_temperatures_B[:, None]).log_softmax(-1)
         if sampling_metadata.all_greedy:
             return self.greedy_sample(logits), recorded_BV
         greedy_B = None if sampling_metadata.all_random else self.greedy_sample(logits)
@@ -116,16 +127,16 @@ class RequestSampler(Sampler):  # type: ignore[misc]
             logits, sampling_metadata.temperature, sampling_metadata.all_random
         )
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
-            logits = processor.apply(logits)
-        logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
-        sampled_B = _sample(logits, arguments.uniforms(count).to(device))
+            # `truncate` knows min_p too. Applied before it, min_p would change what top_p keeps.
+            if not isinstance(processor, MinPLogitsProcessor):
+                logits = processor.apply(logits)
+        weights_BV = truncate(
+            logits.softmax(-1),
+            sampling_metadata.top_k,
+            sampling_metadata.top_p,
+            arguments.min_p_B,
+        )
+        sampled_B = sample(weights_BV, arguments.uniforms())
         if greedy_B is not None:
             sampled_B = torch.where(sampling_metadata.temperature == 0, greedy_B, sampled_B)
         return sampled_B, recorded_BV
-
-
-def _sample(logits_BV: Tensor, uniforms_B1: Tensor) -> Tensor:
-    """Return the token at which the cumulative probability passes the random number, int64 [B]."""
-    sums_BV = logits_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
-    tokens_B1 = torch.searchsorted(sums_BV, uniforms_B1 * sums_BV[:, -1:], right=True)
-    return tokens_B1[:, 0].clamp(max=logits_BV.shape[-1] - 1)

@@ -1,0 +1,1 @@
+"""Modules that engine servers import too. They have this folder on their PYTHONPATH."""
