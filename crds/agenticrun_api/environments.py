@@ -58,8 +58,8 @@ class EnvSpec(Model):
     tag: Tag
     """Name of this entry: in `trainEnvs`, `valEnvs`, `rewards` and metrics (`env/<tag>/...`)."""
     type: PlugIn
-    """frozen_lake, sokoban, webshop, math, python_tool, gymnasium, or `module:Class` from spec.code
-    or the image."""
+    """frozen_lake, sokoban, webshop, math, python_tool, gymnasium, openenv, mcp, or `module:Class`
+    from spec.code or the image."""
     config: Open = {}
     """Keyword arguments of the environment."""
     dataset: DatasetSpec | None = None
@@ -75,6 +75,10 @@ class EnvSpec(Model):
     """Run each environment in its own process. If it crashes, hangs in C code or leaks memory, only
     its own episode is lost, not all episodes of the env worker. Costs 15 ms and some MB per
     environment, and 0.1 ms per call."""
+    max_concurrent: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Episodes of this environment that one env worker plays at the same time; others wait for a
+    place. For servers with few places: they need maxConcurrent times roles.env.replicas. Default:
+    as many as trainEnvs.maxEnvsPerWorker allows."""
     format_penalty: Annotated[float, Field(ge=-1e6, le=0)] = 0.0
     """Added to the reward of each turn without a valid action."""
     agent: AgentSpec = AgentSpec()

@@ -257,6 +257,7 @@ UNCHECKED = {
     "ls": "lists what the commands before it made",
     "pre-commit": "writes a hook into .git; .pre-commit-config.yaml is what it runs",
     "ssh-keyscan": "asks a host of the internet",
+    "uv": "installs the packages of another library; the tests of its example do so, too",
     "wandb": "sends to the servers of Weights & Biases",
 }
 """Programs whose command lines no test checks, and why."""

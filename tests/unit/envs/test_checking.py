@@ -329,6 +329,39 @@ def test_a_class_can_be_given_and_one_of_a_function_too() -> None:
     assert "cannot be imported by another process" in report.findings["other process"].found
 
 
+class Held(Count):
+    """Holds something outside the process until it is closed."""
+
+    reusable = False
+    held: ClassVar[list[Held]] = []
+
+    def reset(self, seed: int, split: Stream) -> Any:
+        self.held.append(self)
+        return super().reset(seed, split)
+
+    async def close(self) -> None:
+        if self in self.held:
+            self.held.remove(self)
+
+
+def test_every_environment_is_closed() -> None:
+    check(Held).assert_ok()
+    assert Held.held == []
+
+
+class Elsewhere(Unseeded):
+    """An environment of others, for example on a server, that may ignore seeds."""
+
+    may_ignore_seeds = True
+
+
+def test_an_environment_of_others_that_ignores_seeds_is_a_warning() -> None:
+    report = check(Elsewhere)
+    assert report.of(Verdict.FAILED) == {}
+    same = report.findings["same seed"]
+    assert (same.verdict, "ignores seeds" in same.advice) == (Verdict.WARNING, True)
+
+
 BUILT_IN: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("frozen_lake", {}, []),
     ("frozen_lake", {"size": 6, "isSlippery": True, "words": "rows"}, []),

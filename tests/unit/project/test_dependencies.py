@@ -23,6 +23,7 @@ FOLDERS = {
     "deepspeed": ["workers"],
     "sglang": ["workers"],
     "vllm": ["workers"],
+    "mcp": ["workers", "examples"],
     "dev": ["tests", "tools", "benchmarks", "examples"],
 }
 """Folders whose code must import the dependencies of each extra.
@@ -60,7 +61,7 @@ NOT_IMPORTED = {
 }
 """Dependencies that no file of ours imports, and why they are declared."""
 
-PART_OF = {"pydantic_core": "pydantic"}
+PART_OF = {"httpx2": "mcp", "mcp_types": "mcp", "pydantic_core": "pydantic"}
 """Modules that come with a declared dependency, which pins their version."""
 
 
@@ -107,7 +108,7 @@ def test_a_declared_dependency_is_imported(extra: str) -> None:
     [
         ("crds", []),
         ("operator", ["operator"]),
-        ("workers", ["workers", "megatron", "deepspeed", "sglang", "vllm"]),
+        ("workers", ["workers", "megatron", "deepspeed", "sglang", "vllm", "mcp"]),
     ],
 )
 def test_an_imported_package_is_declared(folder: str, extras: list[str]) -> None:

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode, Generate, make_agent, random_valid_policy
-from agenticrun_workers.envs import Env, EnvFault, Renders, make_env
-from agenticrun_workers.envs.calls import checked_step
+from agenticrun_workers.envs import Env, EnvCalls, EnvFault, Renders, make_env
+from agenticrun_workers.envs.calls import CLOSE_SECONDS, checked_step
 from agenticrun_workers.models.devices import claim_device
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.models.tokenizer import load_tokenizer
@@ -122,8 +122,11 @@ async def play(debug: DebugRequest) -> None:
         f"{spec.tag}: {spec.type}, agent {spec.agent.type}, policy {debug.policy}, "
         f"seed {episode.env_seed}"
     )
-    async with _policy(debug, env, chat) as generate:
-        made = await agent.collect_trajectory(episode, printed_env, _printing(generate, view))
+    try:
+        async with _policy(debug, env, chat) as generate:
+            made = await agent.collect_trajectory(episode, printed_env, _printing(generate, view))
+    finally:
+        await EnvCalls(CLOSE_SECONDS).close(env)
     view.ended([made] if isinstance(made, Trajectory) else list(made))
     if film and debug.render:
         debug.render.write_bytes(animated_gif(film.frames))

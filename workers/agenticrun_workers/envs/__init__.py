@@ -2,6 +2,7 @@
 
 from agenticrun_workers.envs.calls import EnvCalls, Start
 from agenticrun_workers.envs.env import (
+    Closes,
     Env,
     EnvConfigError,
     EnvFault,
@@ -18,12 +19,15 @@ from agenticrun_workers.envs.env import (
 from agenticrun_workers.envs.frozen_lake import FrozenLake
 from agenticrun_workers.envs.gym import GymnasiumEnv
 from agenticrun_workers.envs.math import MathEnv, MathSingleStep
+from agenticrun_workers.envs.mcp import McpTools
+from agenticrun_workers.envs.openenv import make_openenv
 from agenticrun_workers.envs.python_tool import PythonTool
 from agenticrun_workers.envs.service import EnvironmentService
 from agenticrun_workers.envs.sokoban import Sokoban
 from agenticrun_workers.envs.webshop import WebShop
 
 __all__ = [
+    "Closes",
     "Env",
     "EnvCalls",
     "EnvConfigError",
@@ -36,6 +40,7 @@ __all__ = [
     "HasVocabulary",
     "MathEnv",
     "MathSingleStep",
+    "McpTools",
     "MetricMode",
     "PythonTool",
     "Renders",
@@ -45,5 +50,6 @@ __all__ = [
     "TakesItem",
     "WebShop",
     "make_env",
+    "make_openenv",
     "register_env",
 ]

@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from agenticrun_api.base import clean_text
-from agenticrun_workers.envs.env import Env, EnvFault, MetricMode, StepResult, TakesItem
+from agenticrun_workers.envs.env import Closes, Env, EnvFault, MetricMode, StepResult, TakesItem
 from agenticrun_workers.tracing import span
 from agenticrun_workers.types import StopReason, Stream
 
@@ -209,6 +209,9 @@ def _idle_thread() -> _CallThread:
         return _CallThread()
 
 
+CLOSE_SECONDS = 10.0
+"""Time for an environment to close."""
+
 MAX_BLOCKING_CALLS = 64
 """Calls of sync environments that an event loop, such as an env worker's, runs at once.
 
@@ -259,6 +262,11 @@ class EnvCalls:
     async def valid_actions(self, env: Env) -> list[str]:
         """Return the valid answers; empty if they cannot be listed. Raises `EnvFault`."""
         return checked_actions(await self._call(env, env.valid_actions))
+
+    async def close(self, env: Env) -> None:
+        """Close an environment that has something to give back. Raises `EnvFault`."""
+        if isinstance(env, Closes):
+            await self._call(env, env.close)
 
     async def _call(self, env: Env, call: Callable[..., Any], *places: Any, **names: Any) -> Any:
         calling = partial(attempt, call, *places, **names)

@@ -61,6 +61,13 @@ class EnvFault(Exception):
         self.reason = reason
 
 
+class AtCapacity(EnvFault):
+    """The server of an environment has no place for another session."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(StopReason.ENV_ERROR, message)
+
+
 class Env(Protocol):
     """An environment that plays one episode at a time.
 
@@ -130,6 +137,19 @@ class Renders(Protocol):
 
     def render(self) -> NDArray[np.uint8]:
         """Draw the state after the last `reset` or `step`: RGB, uint8 [height, width, 3]."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """An environment that holds something outside this process, such as a connection."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Give back what it holds.
+
+        Called once, when the environment is no longer needed, in whatever state it is. A call that
+        has exceeded its time limit may still run.
+        """
         ...
 
 

@@ -140,7 +140,7 @@ class GymnasiumEnv:
         self._template = observation or (
             preset.observation if preset else "{ansi}" if draws else "{observation}"
         )
-        self._uses_ansi = "ansi" in _placeholders(self._template)
+        self._uses_ansi = "ansi" in placeholders(self._template)
         if self._uses_ansi:
             if not draws:
                 raise ValueError(
@@ -218,7 +218,7 @@ class GymnasiumEnv:
         texts = parts(space, sample, self._decimals)
         more = self._fields(sample)
         known = {*map(str, range(len(texts))), *template_names(texts), *more, "observation", "ansi"}
-        unknown = _placeholders(self._template) - known
+        unknown = placeholders(self._template) - known
         if unknown:
             raise ValueError(
                 f"observation has no placeholder {', '.join(sorted(unknown))} (known: "
@@ -238,7 +238,7 @@ def _make(id: str, kwargs: Mapping[str, Any]) -> Any:
         raise ValueError(f"kwargs: {error}") from error
 
 
-def _placeholders(template: str) -> set[str]:
+def placeholders(template: str) -> set[str]:
     """Return the names in braces. Raises `ValueError`."""
     try:
         return {

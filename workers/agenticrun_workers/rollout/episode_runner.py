@@ -14,8 +14,8 @@ from agenticrun_api import Pipeline
 from agenticrun_api.base import clean_text
 from agenticrun_api.environments import EnvSpec
 from agenticrun_workers.agents import Agent, ChatFormat, Episode, Generate, random_valid_policy
-from agenticrun_workers.envs import Env, EnvFault, Renders, make_env
-from agenticrun_workers.envs.calls import check_metric_names, one_line
+from agenticrun_workers.envs import Closes, Env, EnvCalls, EnvFault, Renders, make_env
+from agenticrun_workers.envs.calls import CLOSE_SECONDS, check_metric_names, one_line
 from agenticrun_workers.envs.isolated import IsolatedEnv, Isolation
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.rollout.camera import FrameRecorder, animated_gif
@@ -200,7 +200,7 @@ class EpisodeRunner:
             if whole:
                 self.envs.release(task.tag, env)
             else:
-                self.envs.discard(env)
+                self.envs.discard(task.tag, env)
 
     def _ranked(self, generate: Generate, running: RunningEpisode) -> Generate:
         """Wrap `generate` to rank requests, to record generations, and to stop a stale episode.
@@ -338,7 +338,10 @@ def step_timeout(pipeline: Pipeline, spec: EnvSpec) -> float | None:
 
 
 class EnvCache:
-    """The environments of one env worker, built on demand and reused."""
+    """The environments of one env worker, built on demand and reused.
+
+    An entry with `maxConcurrent` has at most that many in use; `take` waits for a place.
+    """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
@@ -350,6 +353,14 @@ class EnvCache:
             for spec in pipeline.envs
             if spec.isolated
         }
+        self._places = {
+            spec.tag: asyncio.Semaphore(spec.max_concurrent)
+            for spec in pipeline.envs
+            if spec.max_concurrent is not None
+        }
+        self._calls = EnvCalls(CLOSE_SECONDS)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._report = LogOnce(log.warning)
 
     async def take(self, tag: str) -> Env:
         """Return an idle environment or a new one.
@@ -357,8 +368,40 @@ class EnvCache:
         Raises:
             EnvFault: an isolated environment cannot be started.
         """
-        if self._idle[tag]:
-            return self._idle[tag].pop()
+        if tag in self._places:
+            await self._places[tag].acquire()
+        try:
+            return self._idle[tag].pop() if self._idle[tag] else await self._build(tag)
+        except BaseException:
+            self._free_place(tag)
+            raise
+
+    def release(self, tag: str, env: Env) -> None:
+        """Return an environment after an episode without faults."""
+        if getattr(env, "reusable", True) and not (isinstance(env, IsolatedEnv) and env.worn_out):
+            self._idle[tag].append(env)
+            self._free_place(tag)
+        else:
+            self.discard(tag, env)
+
+    def discard(self, tag: str, env: Env) -> None:
+        """Drop an environment that was in use and may be in any state.
+
+        Its place is free once it is closed: a server with few places must have seen that.
+        """
+        closing = self._drop(env)
+        if closing is None:
+            self._free_place(tag)
+        else:
+            closing.add_done_callback(lambda _: self._free_place(tag))
+
+    def discard_idle(self) -> None:
+        """Drop all environments that no episode uses."""
+        idle, self._idle = self._idle, defaultdict(list)
+        for env in chain.from_iterable(idle.values()):
+            self._drop(env)
+
+    async def _build(self, tag: str) -> Env:
         if tag in self._isolations:
             return await self._isolations[tag].start()
         spec = self._pipeline.env(tag)
@@ -366,23 +409,26 @@ class EnvCache:
             await asyncio.sleep(0)  # constructors may be slow: others run between two of them
             return make_env(spec.type, spec.config)
 
-    def release(self, tag: str, env: Env) -> None:
-        """Return an environment after an episode without faults."""
-        if getattr(env, "reusable", True) and not (isinstance(env, IsolatedEnv) and env.worn_out):
-            self._idle[tag].append(env)
-        else:
-            self.discard(env)
-
-    def discard_idle(self) -> None:
-        """Drop all environments that no episode uses."""
-        idle, self._idle = self._idle, defaultdict(list)
-        for env in chain.from_iterable(idle.values()):
-            self.discard(env)
-
-    def discard(self, env: Env) -> None:
-        """Drop an environment, which may be in any state."""
+    def _drop(self, env: Env) -> asyncio.Task[None] | None:
+        """End or close an environment. Return the task that closes it, if it has to be closed."""
         if isinstance(env, IsolatedEnv):
             env.end()
+        elif isinstance(env, Closes):
+            closing = asyncio.create_task(self._close(env), name="close-env")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            return closing
+        return None
+
+    async def _close(self, env: Env) -> None:
+        try:
+            await self._calls.close(env)
+        except EnvFault as fault:
+            self._report(f"{type(env).__name__} cannot be closed: {fault}")
+
+    def _free_place(self, tag: str) -> None:
+        if tag in self._places:
+            self._places[tag].release()
 
 
 MAX_CHARACTERS = 32_768

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,13 @@ from agenticrun_workers.envs.checking.played_episodes import (
     episodes_of_another_process,
     events,
 )
-from agenticrun_workers.envs.env import EnvFault, HasVocabulary, Renders, TakesItem
+from agenticrun_workers.envs.env import (
+    AtCapacity,
+    EnvFault,
+    HasVocabulary,
+    Renders,
+    TakesItem,
+)
 from agenticrun_workers.findings import Finding, failed, not_checked, ok, warning
 from agenticrun_workers.types import StopReason, Stream
 
@@ -62,6 +69,7 @@ async def other_process(subject: Subject) -> Finding:
         "members of a group must play the same level anywhere"
     )
     return _same(
+        subject,
         await episodes(subject),
         theirs,
         "this process and another one, with another PYTHONHASHSEED,",
@@ -91,6 +99,7 @@ async def plays(subject: Subject) -> Finding:
 
 async def same_seed(subject: Subject) -> Finding:
     return _same(
+        subject,
         await episodes(subject),
         await episodes(subject),
         "two new environments with the same seed",
@@ -99,11 +108,12 @@ async def same_seed(subject: Subject) -> Finding:
 
 
 async def reused(subject: Subject) -> Finding:
-    env = subject.make()
-    if not getattr(env, "reusable", True):
-        return not_checked("reusable = False: each episode gets a new one")
-    again = [await episode(subject, env, seed) for seed in subject.seeds]
+    async with subject.opened() as env:
+        if not getattr(env, "reusable", True):
+            return not_checked("reusable = False: each episode gets a new one")
+        again = [await episode(subject, env, seed) for seed in subject.seeds]
     return _same(
+        subject,
         await episodes(subject),
         again,
         "a new environment and one that has played others before",
@@ -113,15 +123,25 @@ async def reused(subject: Subject) -> Finding:
 
 async def interleaved(subject: Subject) -> Finding:
     """Play all episodes side by side, one turn each."""
-    running = {seed: events(subject, subject.make(), seed) for seed in subject.seeds}
-    seen: dict[int, list[Event]] = {seed: [] for seed in running}
-    while running:
-        for seed, episode_of in list(running.items()):
-            try:
-                seen[seed].append(await anext(episode_of))
-            except StopAsyncIteration:
-                del running[seed]
+    seen: dict[int, list[Event]] = {seed: [] for seed in subject.seeds}
+    async with AsyncExitStack() as envs:
+        running = {
+            seed: events(subject, await envs.enter_async_context(subject.opened()), seed)
+            for seed in subject.seeds
+        }
+        while running:
+            for seed, episode_of in list(running.items()):
+                try:
+                    seen[seed].append(await anext(episode_of))
+                except StopAsyncIteration:
+                    del running[seed]
+                except AtCapacity as full:
+                    return warning(
+                        f"{len(subject.seeds)} episodes at once are too many: {full}",
+                        "set envs[].maxConcurrent, or give the server more places",
+                    )
     return _same(
+        subject,
         await episodes(subject),
         list(seen.values()),
         "an episode alone and one beside others",
@@ -130,8 +150,12 @@ async def interleaved(subject: Subject) -> Finding:
 
 
 async def threads(subject: Subject) -> Finding:
+    async def played(seed: int) -> list[Event]:
+        async with subject.opened() as env:
+            return await episode(subject, env, seed)
+
     def alone(seed: int) -> list[Event]:
-        return asyncio.run(episode(subject, subject.make(), seed))
+        return asyncio.run(played(seed))
 
     env = subject.make()
     if not getattr(env, "blocking", True):
@@ -146,6 +170,7 @@ async def threads(subject: Subject) -> Finding:
             )
         )
     return _same(
+        subject,
         await episodes(subject),
         list(seen),
         "an episode alone and one beside others in threads",
@@ -161,7 +186,8 @@ async def global_random(subject: Subject) -> Finding:
     for name, draw, state_of in generators:
         draw()  # the state is none that a seed leads to
         before = pickle.dumps(state_of())
-        await episode(subject, subject.make(), subject.seeds[0])
+        async with subject.opened() as env:
+            await episode(subject, env, subject.seeds[0])
         if pickle.dumps(state_of()) != before:
             return failed(f"an episode changes the state of the process's {name}", OWN_RANDOM)
     return ok("an episode leaves the process's random numbers alone")
@@ -207,17 +233,17 @@ async def splits(subject: Subject) -> Finding:
 async def odd_answers(subject: Subject) -> Finding:
     noticed = False
     for answer in ODD_ANSWERS:
-        env = subject.make()
-        await subject.calls.reset(
-            env, subject.seeds[0], Stream.TRAIN, subject.item(subject.seeds[0])
-        )
-        try:
-            result = await subject.calls.step(env, answer)
-        except EnvFault as fault:
-            return failed(
-                f"the answer {answer[:20]!r}: {fault}",
-                "an invalid answer is a normal step with the metric action_is_valid: 0",
+        async with subject.opened() as env:
+            await subject.calls.reset(
+                env, subject.seeds[0], Stream.TRAIN, subject.item(subject.seeds[0])
             )
+            try:
+                result = await subject.calls.step(env, answer)
+            except EnvFault as fault:
+                return failed(
+                    f"the answer {answer[:20]!r}: {fault}",
+                    "an invalid answer is a normal step with the metric action_is_valid: 0",
+                )
         noticed |= result.metrics.get("action_is_valid", 1.0) == 0
     if not noticed:
         return warning(
@@ -229,17 +255,17 @@ async def odd_answers(subject: Subject) -> Finding:
 
 async def listed_actions(subject: Subject) -> Finding:
     seed = subject.seeds[0]
-    env = subject.make()
-    await subject.calls.reset(env, seed, Stream.TRAIN, subject.item(seed))
-    actions = await subject.calls.valid_actions(env) if hasattr(env, "valid_actions") else []
+    async with subject.opened() as env:
+        await subject.calls.reset(env, seed, Stream.TRAIN, subject.item(seed))
+        actions = await subject.calls.valid_actions(env) if hasattr(env, "valid_actions") else []
     if not actions:
         return not_checked(
             "no valid_actions: warm-up by random play and the random policy cannot play it"
         )
     for action in actions[:50]:
-        env = subject.make()
-        await subject.calls.reset(env, seed, Stream.TRAIN, subject.item(seed))
-        result = await subject.calls.step(env, action)
+        async with subject.opened() as env:
+            await subject.calls.reset(env, seed, Stream.TRAIN, subject.item(seed))
+            result = await subject.calls.step(env, action)
         if result.metrics.get("action_is_valid", 1.0) == 0:
             return failed(
                 f"{action!r} is listed by valid_actions, but step calls it invalid",
@@ -249,18 +275,21 @@ async def listed_actions(subject: Subject) -> Finding:
 
 
 async def after_the_end(subject: Subject) -> Finding:
-    env, seed = subject.make(), subject.seeds[0]
-    first = await episode(subject, env, seed)
-    try:
-        await subject.calls.step(env, "after the end")
-    except EnvFault as fault:
-        if fault.reason is StopReason.TIMEOUT:
-            return failed(f"a step after the end: {fault}", "return or raise: nothing may hang")
-    if getattr(env, "reusable", True) and await episode(subject, env, seed) != first:
-        return failed(
-            "after a step too many the same seed gives another episode",
-            "let reset forget everything, or set reusable = False",
-        )
+    seed = subject.seeds[0]
+    async with subject.opened() as env:
+        first = await episode(subject, env, seed)
+        try:
+            await subject.calls.step(env, "after the end")
+        except EnvFault as fault:
+            if fault.reason is StopReason.TIMEOUT:
+                return failed(f"a step after the end: {fault}", "return or raise: nothing may hang")
+        if getattr(env, "may_ignore_seeds", False):
+            return ok("a step after the end does not hang")
+        if getattr(env, "reusable", True) and await episode(subject, env, seed) != first:
+            return failed(
+                "after a step too many the same seed gives another episode",
+                "let reset forget everything, or set reusable = False",
+            )
     return ok("a step after the end does no harm")
 
 
@@ -290,15 +319,17 @@ async def vocabulary(subject: Subject) -> Finding:
 
 
 async def pictures(subject: Subject) -> Finding:
-    env: Any = subject.make()
-    if not isinstance(env, Renders):
-        return not_checked("no render")
     seed = subject.seeds[0]
-    await subject.calls.reset(env, seed, Stream.TRAIN, subject.item(seed))  # type: ignore[arg-type]
-    try:
-        picture = np.asarray(env.render())
-    except Exception as error:  # a user's code may raise anything
-        return failed(f"render raised {type(error).__name__}: {error}", "draw without a display")
+    async with subject.opened() as env:
+        if not isinstance(env, Renders):
+            return not_checked("no render")
+        await subject.calls.reset(env, seed, Stream.TRAIN, subject.item(seed))
+        try:
+            picture = np.asarray(env.render())
+        except Exception as error:  # a user's code may raise anything
+            return failed(
+                f"render raised {type(error).__name__}: {error}", "draw without a display"
+            )
     if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
         return failed(
             f"render returned {picture.dtype} {list(picture.shape)}",
@@ -308,17 +339,20 @@ async def pictures(subject: Subject) -> Finding:
 
 
 async def speed(subject: Subject) -> Finding:
-    env = subject.make()
     resets: list[float] = []
     steps: list[float] = []
-    for seed in subject.seeds:
-        player = env if getattr(env, "reusable", True) else subject.make()
-        marks = [time.perf_counter()]
-        async for _ in events(subject, player, seed):
-            marks.append(time.perf_counter())
-        seconds = np.diff(marks).tolist()
-        resets.append(seconds[0])
-        steps += seconds[1:]
+    async with AsyncExitStack() as envs:
+        env = await envs.enter_async_context(subject.opened())
+        for seed in subject.seeds:
+            if not getattr(env, "reusable", True):
+                await envs.aclose()
+                env = await envs.enter_async_context(subject.opened())
+            marks = [time.perf_counter()]
+            async for _ in events(subject, env, seed):
+                marks.append(time.perf_counter())
+            seconds = np.diff(marks).tolist()
+            resets.append(seconds[0])
+            steps += seconds[1:]
     reset, step = float(np.median(resets)), float(np.median(steps or [0.0]))
     speed = f"{1 / max(reset, 1e-9):,.0f} resets and {1 / max(step, 1e-9):,.0f} steps per second"
     on_loop = not getattr(env, "blocking", True)
@@ -336,21 +370,30 @@ def _is_over(played: list[Event]) -> bool:
     return len(played) > 1 and bool(played[-1][3] or played[-1][4])
 
 
-def _same(ours: list[list[Event]], theirs: list[list[Event]], who: str, advice: str) -> Finding:
+def _same(
+    subject: Subject, ours: list[list[Event]], theirs: list[list[Event]], who: str, advice: str
+) -> Finding:
+    difference = _difference(ours, theirs)
+    if not difference:
+        return ok(f"{who} play the same")
+    if getattr(subject.make(), "may_ignore_seeds", False):
+        return warning(
+            f"{who} differ {difference}",
+            "if this environment ignores seeds, the members of a group play different levels: use "
+            "an estimator without a group baseline, such as reinforce",
+        )
+    return failed(f"{who} differ {difference}", advice)
+
+
+def _difference(ours: list[list[Event]], theirs: list[list[Event]]) -> str:
+    """Return where two lists of episodes differ first, or an empty string."""
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         for turn, (event, again) in enumerate(zip(one, other, strict=False)):
             if event != again:
-                return failed(
-                    f"{who} differ in episode {number}, turn {turn}: {_shown(event)} and "
-                    f"{_shown(again)}",
-                    advice,
-                )
+                return f"in episode {number}, turn {turn}: {_shown(event)} and {_shown(again)}"
         if len(one) != len(other):
-            return failed(
-                f"{who} differ in episode {number}: {len(one) - 1} and {len(other) - 1} turns",
-                advice,
-            )
-    return ok(f"{who} play the same")
+            return f"in episode {number}: {len(one) - 1} and {len(other) - 1} turns"
+    return ""
 
 
 def _shown(event: Event) -> str:

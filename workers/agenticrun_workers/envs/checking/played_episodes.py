@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,15 @@ class Subject:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "calls", EnvCalls(self.timeout))
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[Env]:
+        """Build an environment, and close it after the `with` block. Raises `EnvFault`."""
+        env = self.make()
+        try:
+            yield env
+        finally:
+            await self.calls.close(env)
 
     def item(self, seed: int) -> Mapping[str, Any] | None:
         return self.items[seed % len(self.items)] if self.items else None
@@ -94,7 +104,11 @@ async def episode(
 
 async def episodes(subject: Subject, split: Stream = Stream.TRAIN) -> list[list[Event]]:
     """Play one episode for each seed, each in a new environment. Raises `EnvFault`."""
-    return [await episode(subject, subject.make(), seed, split) for seed in subject.seeds]
+    played = []
+    for seed in subject.seeds:
+        async with subject.opened() as env:
+            played.append(await episode(subject, env, seed, split))
+    return played
 
 
 def episodes_of_another_process(subject: Subject) -> list[list[Event]]:

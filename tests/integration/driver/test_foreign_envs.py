@@ -1,0 +1,180 @@
+"""Environments of other libraries: their real servers, and the examples with them train a step.
+
+OpenEnv has an environment of its own, which uv makes and keeps in its cache.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from agenticrun_workers.envs import Env, EnvCalls, EnvFault, make_env
+from agenticrun_workers.envs.checking import Verdict, check_env
+from agenticrun_workers.types import Stream
+from example_runs import EXAMPLES, shrunk, train_a_step
+from waiting import eventually
+
+SUPPORT = Path(__file__).parents[2] / "support"
+CALLS = EnvCalls(30.0)
+
+
+@pytest.fixture(scope="module")
+def openenv_python() -> list[str]:
+    """The command that runs Python with OpenEnv."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert uv is not None, "uv is a dependency of the extra dev: run make setup"
+    (package,) = {
+        word for word in (EXAMPLES / "openenv/agenticrun.yaml").read_text().split() if "==" in word
+    }
+    python = [uv, "run", "--quiet", "--no-project", "--python", sys.executable]
+    python += ["--with", package, "python"]
+    made = subprocess.run([*python, "-c", "import openenv"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return python
+
+
+@pytest.fixture(scope="module")
+def openenv(openenv_python: list[str]) -> Iterator[str]:
+    """The address of a server with the example's environment, and others below."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*openenv_python, "-m", "uvicorn", "openenv_app:app", "--port", str(port)]
+    path = os.pathsep.join(map(str, [SUPPORT, EXAMPLES / "openenv"]))
+    with subprocess.Popen(
+        [*command, "--log-level", "warning"], env={**os.environ, "PYTHONPATH": path}
+    ) as server:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            eventually(lambda: server.poll() is None and answers(url), 120, "the server answers")
+            yield url
+        finally:
+            server.terminate()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[Env]:
+    env = make_env("openenv", {"url": url})
+    try:
+        yield env
+    finally:
+        await CALLS.close(env)
+
+
+async def test_the_example_of_openenv_trains(openenv: str, tmp_path: Path) -> None:
+    document = shrunk("openenv/agenticrun.yaml")
+    document["spec"]["pipeline"]["envs"][0]["config"]["url"] = openenv
+    await train_a_step(document, tmp_path)
+
+
+def test_check_env_on_the_real_server(openenv: str) -> None:
+    report = check_env("openenv", {"url": openenv}, seeds=6)
+    assert report.of(Verdict.FAILED) == {}
+    assert report.findings["same seed"].verdict is Verdict.OK
+
+
+async def test_actions_with_several_fields(openenv: str) -> None:
+    async with opened(f"{openenv}/shop") as env:
+        start = await CALLS.reset(env, 1, Stream.TRAIN)
+        assert "- kind (optional): one of a, b" in start.instruction
+        played = {
+            answer: await CALLS.step(env, answer)
+            for answer in ("tea", '{"name": "tea", "count": "2"}', '{"name": "tea", "kind": "c"}')
+        }
+        simple, several, wrong = played.values()
+        assert (simple.observation, simple.reward) == ("None tea a", 1.0)
+        assert several.observation == "2 tea a"
+        assert wrong.observation == "kind: Input should be 'a' or 'b'\n2 tea a"
+        assert wrong.metrics["action_is_valid"] == 0.0
+        sold = await CALLS.step(env, "sold out")  # OpenEnv cannot report it, and ends the session
+        assert (sold.metrics["action_is_valid"], sold.truncated) == (0.0, True)
+
+
+async def test_an_environment_that_raises_and_the_place_of_its_session(openenv: str) -> None:
+    """Its server has one place, so that the second session needs that of the first."""
+    for _ in range(2):
+        async with opened(f"{openenv}/shop") as env:
+            await CALLS.reset(env, 1, Stream.TRAIN)
+            with pytest.raises(EnvFault, match="EXECUTION_ERROR: the till is broken"):
+                await CALLS.step(env, "broken")
+
+
+async def test_an_environment_with_tools(openenv: str) -> None:
+    async with opened(f"{openenv}/tools") as env:
+        start = await CALLS.reset(env, 1, Stream.TRAIN)
+        assert start.observation == "ready"
+        assert '{"name": "echo", "description": "Repeat a text."' in start.instruction
+        said = '<tool_call>{"name": "echo", "arguments": {"text": "\U0001f642"}}</tool_call>'
+        assert (await CALLS.step(env, said)).observation == "\U0001f642"
+        failed = await CALLS.step(env, '<tool_call>{"name": "fail"}</tool_call>')
+        assert "it fails" in failed.observation
+        assert failed.metrics["action_is_valid"] == 1.0
+        assert (await CALLS.step(env, "nothing")).metrics["action_is_valid"] == 0.0
+
+
+def test_check_env_on_the_class_in_the_environment_of_openenv(openenv_python: list[str]) -> None:
+    ours = [EXAMPLES / "openenv", SUPPORT, *filter(None, sys.path)]
+    program = (
+        f"import sys\nsys.path += {[*map(str, ours)]}\n"  # after OpenEnv's own packages
+        "from agenticrun_workers.envs.checking import check_env\n"
+        "check_env('openenv', {'environment': 'lift:Lift'}, seeds=6).assert_ok()\n"
+        "check_env('openenv', {'environment': 'openenv_app:Tools'}, seeds=2).assert_ok()\n"
+    )
+    done = subprocess.run([*openenv_python, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_the_example_of_mcp_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES / "mcp"))
+    step = await train_a_step(shrunk("mcp/agenticrun.yaml"), tmp_path)
+    assert "env/Numbers/tool_calls" in step
+
+
+async def test_a_server_of_the_library_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through no proxy: it is on this machine."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = (
+        f"from numbers_server import server; server.run(transport='streamable-http', port={port})"
+    )
+    path = os.pathsep.join([str(EXAMPLES / "mcp"), *filter(None, sys.path)])
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}
+    ) as server:
+        config = {
+            "startTool": "begin",
+            "rewardTool": "score",
+            "url": f"http://127.0.0.1:{port}/mcp",
+        }
+        env = make_env("mcp", config)
+        try:
+            start = await CALLS.reset(env, 7, Stream.TRAIN)
+            assert start.observation == "Find a number from 0 to 9."
+            said = await CALLS.step(
+                env, '<tool_call>{"name": "compare", "arguments": {"number": 5}}</tool_call>'
+            )
+            assert said.observation == "equal"
+            ended = await CALLS.step(env, "<answer>5</answer>")
+            assert (ended.reward, ended.terminated) == (1.0, True)
+        finally:
+            await CALLS.close(env)
+            server.terminate()

@@ -1,0 +1,109 @@
+"""An MCP server over stdin and stdout that breaks on command. It has no library, so it starts fast.
+
+Run as `python -m mcp_server`. It speaks the protocol of 2025: a client that begins with a newer one
+has to fall back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "begin": {"seed": "integer", "split": "string", "word": "string"},
+    "echo": {"text": "string"},
+    "big": {},
+    "broken": {},
+    "picture": {},
+    "structured": {},
+    "fails": {},
+    "refuses": {},
+    "crashes": {},
+    "dies": {},
+    "hangs": {},
+    "score": {"answer": "string", "seed": "integer"},
+    "object_score": {"answer": "string"},
+    "bad_score": {"answer": "string"},
+}
+
+
+def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    match name:
+        case "dies":
+            os._exit(3)
+        case "hangs":
+            time.sleep(3600)
+        case "begin":
+            return text(f"begin {json.dumps(arguments, sort_keys=True)} {os.getpid()}")
+        case "big":
+            return text("\U0001f642" * 1_000_000)
+        case "broken":
+            return text("half \ud83d")
+        case "picture":
+            picture = {"type": "image", "data": "aGk=", "mimeType": "image/png"}
+            return {"content": [picture, {"type": "text", "text": "a caption"}]}
+        case "structured":
+            return {"content": [], "structuredContent": {"a": 1}}
+        case "fails":
+            return {**text("no such file"), "isError": True}
+        case "score":
+            return text(str(len(arguments["answer"]) / 10))
+        case "object_score":
+            return {**text("-"), "structuredContent": {"reward": True}}
+        case "bad_score":
+            return text("very good")
+    return text(arguments.get("text", ""))
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"content": [{"type": "text", "text": said}]}
+
+
+def answer(method: str, asked: dict[str, Any]) -> dict[str, Any]:
+    match method, asked.get("name"):
+        case "initialize", _:
+            info = {"name": "fake", "version": "1"}
+            found = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
+            return {"result": {**found, "serverInfo": info}}
+        case "tools/list", _:
+            listed = [
+                {
+                    "name": name,
+                    "description": f"The tool {name}",
+                    "inputSchema": {
+                        "type": "object",
+                        "properties": {key: {"type": kind} for key, kind in fields.items()},
+                    },
+                }
+                for name, fields in TOOLS.items()
+            ]
+            half = len(listed) // 2
+            if asked.get("cursor"):
+                return {"result": {"tools": listed[half:]}}
+            return {"result": {"tools": listed[:half], "nextCursor": "2"}}
+        case "tools/call", "refuses":
+            return {"error": {"code": -32602, "message": "x is missing"}}
+        case "tools/call", "crashes":
+            return {"error": {"code": -32603, "message": "internal error"}}
+        case "tools/call", name:
+            return {"result": call(str(name), asked.get("arguments") or {})}
+        case "ping", _:
+            return {"result": {}}
+    return {"error": {"code": -32601, "message": "Method not found"}}
+
+
+def main() -> None:
+    if "silent" in sys.argv:
+        time.sleep(3600)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "id" in asked:
+            said = answer(asked["method"], asked.get("params") or {})
+            print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **said}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
