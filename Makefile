@@ -54,10 +54,11 @@ lock: setup ## Compile locks/*.txt from pyproject.toml (UPGRADE=1: to the newest
 	  $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) $(ENGINE_LOCKING) --override locks/$$name-cpu.overrides locks/$$name-cpu.in -o locks/$$name-cpu.txt || exit 1; done
 
 .PHONY: generate
-generate: setup ## Generate the CRD, the chart's copy of it, docs/reference.md from the models; write the version into the chart
+generate: setup ## Generate the CRD, the chart's copy of it, docs/reference.md from the models, docs/metrics.md; write the version into the chart
 	@$(BIN)/python -m agenticrun_api.crd > crds/agenticruns.yaml
 	@cp crds/agenticruns.yaml charts/agenticrun/crds/agenticruns.yaml
 	@$(BIN)/python tools/docs/reference.py > docs/reference.md
+	@$(BIN)/python tools/docs/metrics.py > docs/metrics.md
 	@$(BIN)/python tools/release.py chart
 
 .PHONY: check-generated
@@ -65,6 +66,7 @@ check-generated: setup
 	@$(BIN)/python -m agenticrun_api.crd | diff -u crds/agenticruns.yaml - || { echo "run: make generate"; exit 1; }
 	@diff -u crds/agenticruns.yaml charts/agenticrun/crds/agenticruns.yaml || { echo "run: make generate"; exit 1; }
 	@$(BIN)/python tools/docs/reference.py | diff -u docs/reference.md - || { echo "run: make generate"; exit 1; }
+	@$(BIN)/python tools/docs/metrics.py | diff -u docs/metrics.md - || { echo "run: make generate"; exit 1; }
 
 .PHONY: docs
 docs: setup ## Build the documentation as a site into build/docs; broken links and anchors are errors

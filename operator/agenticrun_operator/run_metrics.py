@@ -18,17 +18,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from agenticrun_api import AgenticRunStatus, ConditionType, Progress
+from agenticrun_api.metrics import STEP_METRICS
 
-STEP_METRICS = (
-    *("time/step", "time/rollout", "time/train", "time/sync", "weight_sync/seconds"),
-    *("rollout/utilization", "rollout/idle/few_requests", "rollout/idle/env"),
-    *("rollout/idle/gate", "rollout/idle/weights", "rollout/idle/lost"),
-    *("rollout/success/mean", "val/success/mean", "val/success/best"),
-    *("actor/entropy", "actor/grad_norm", "actor/approxkl", "engine/logprob_gap"),
-    *("group/zero_variance_share", "tokens/response_length/mean"),
-    *("guard/logprob_gap", "guard/entropy", "guard/zero_variance"),
-)
-"""Metrics of a step that have a series, out of the 64 that a progress snapshot may have."""
 _LAST_WORDS = frozenset({ConditionType.COMPLETE.value, ConditionType.FAILED.value})
 
 

@@ -25,6 +25,7 @@ from aiohttp import web
 from agenticrun_api import FinalReport, LiveConfig, Outcome, Progress, Role
 from agenticrun_api.challenge import prove
 from agenticrun_api.load import parse_served
+from agenticrun_api.metrics import STEP_METRICS
 from agenticrun_api.names import (
     DASHBOARD_PORT,
     ENV_ATTEMPT,
@@ -39,7 +40,6 @@ from agenticrun_operator.cluster import KubeClient
 from agenticrun_operator.cluster.kube import object_path
 from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.resources import Manifest, secret_of
-from agenticrun_operator.run_metrics import STEP_METRICS
 from drills import is_ready
 from fake_ray import FakeJob, missing_roles, pod_of, ready_condition
 

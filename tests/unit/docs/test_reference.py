@@ -1,4 +1,4 @@
-"""docs/reference.md is generated from the models."""
+"""docs/reference.md and docs/metrics.md are generated."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from agenticrun_api import AgenticRunSpec, Pipeline
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/reference.md"
 
 
-def test_the_committed_page_is_what_the_generator_writes() -> None:
+@pytest.mark.parametrize("page", ["reference", "metrics"])
+def test_the_committed_page_is_what_the_generator_writes(page: str) -> None:
     generated = subprocess.run(
-        [sys.executable, "tools/docs/reference.py"],
+        [sys.executable, f"tools/docs/{page}.py"],
         capture_output=True,
         text=True,
         check=True,
         cwd=ROOT,
     ).stdout
-    assert PAGE.read_text() == generated, "run: make generate"
+    assert (ROOT / f"docs/{page}.md").read_text() == generated, "run: make generate"
 
 
 def test_every_field_of_spec_and_pipeline_is_listed() -> None:

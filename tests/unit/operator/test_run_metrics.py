@@ -6,8 +6,9 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agenticrun_api import Outcome
+from agenticrun_api.metrics import STEP_METRICS
 from agenticrun_operator.metrics import UNREADABLE_RUNS
-from agenticrun_operator.run_metrics import SERIES, STEP_METRICS, run_registry
+from agenticrun_operator.run_metrics import SERIES, run_registry
 from agenticrun_workers.driver.progress import headline_metrics
 from operator_world import NAME, NAMESPACE, Operator, World, training
 

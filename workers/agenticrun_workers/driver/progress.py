@@ -16,6 +16,7 @@ import numpy as np
 
 from agenticrun_api import Activity, Commands, FinalReport, LiveConfig, PoolStatus, Progress, Role
 from agenticrun_api.base import clean_text
+from agenticrun_api.metrics import rank_of
 from agenticrun_api.status import MAX_METRIC_NAME, MAX_METRICS, CheckpointStatus
 from agenticrun_api.version import __version__
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
@@ -148,26 +149,8 @@ class ProgressReporter:
         self._sink.update(self._progress)
 
 
-HEADLINES = tuple(
-    re.compile(pattern)
-    for pattern in (
-        "val/[^/]+/success", "val/[^/]+/random_success", "val/[^/]+/warmup_success",
-        "val/[^/]+/(stop/(env_error|timeout|aborted|stale)|random_errors)",
-        "rollout/score/mean", "rollout/success/mean",
-        "actor/total_loss", "actor/entropy", "actor/approxkl", "actor/grad_norm",
-        "critic/kl", "critic/loss", "engine/logprob_gap", "group/zero_variance_share",
-        "staleness/mean", "system/tps", "time/step", "rollout/utilization", "weight_sync/seconds",
-        "rollout/idle/(env|gate|weights)", "time/(rollout|train|sync)",
-        "(rollout|train)/idle/.+", "guard/.+", "val/success/(mean|best)",
-        "tokens/response_length/mean",
-        "val/.+", "actor/.+",
-        "critic/.+", "env/[^/]+/success", "engine/.+", "group/.+", "stop/.+", "time/.+",
-        "rollout/.+", "env/.+", "tokens/.+",
-    )
-)  # fmt: skip
-"""Metrics by importance: the rank of a name is the first pattern that it matches."""
-PER_PATTERN = 3
-"""Names per pattern before the next pattern, so that many environments do not hide the losses."""
+PER_RANK = 3
+"""Names of one rank before the next rank, so that many environments do not hide the losses."""
 
 NAME = re.compile(rf"[A-Za-z0-9_./@<>-]{{1,{MAX_METRIC_NAME}}}")
 """Names that a snapshot may hold; environments may use others, which stay in metrics.jsonl."""
@@ -176,7 +159,7 @@ NAME = re.compile(rf"[A-Za-z0-9_./@<>-]{{1,{MAX_METRIC_NAME}}}")
 def headline_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Select the metrics of a snapshot: finite ones, the most informative first."""
     fits = sorted(
-        (_rank(name), name)
+        (rank_of(name), name)
         for name, value in metrics.items()
         if np.isfinite(value) and NAME.fullmatch(name)
     )
@@ -184,13 +167,8 @@ def headline_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     order: list[tuple[bool, int, str]] = []
     for rank, name in fits:
         seen[rank] += 1
-        order.append((seen[rank] > PER_PATTERN, rank, name))
+        order.append((seen[rank] > PER_RANK, rank, name))
     return {name: metrics[name] for _, _, name in sorted(order)[:MAX_METRICS]}
-
-
-def _rank(name: str) -> int:
-    matches = (rank for rank, pattern in enumerate(HEADLINES) if pattern.fullmatch(name))
-    return next(matches, len(HEADLINES))
 
 
 T = TypeVar("T")

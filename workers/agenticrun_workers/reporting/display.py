@@ -24,6 +24,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from agenticrun_api import Activity, AgenticRun, Progress
+from agenticrun_api.metrics import COLUMNS
 from agenticrun_workers.reporting.client import ProgressSink
 
 log = logging.getLogger(__name__)
@@ -324,24 +325,6 @@ def _bar(step: int, max_steps: int) -> RenderableType:
         f"{step}/{max_steps}",
     )
     return row
-
-
-COLUMNS = (
-    ("reward", "rollout/score/mean", "{:.3f}"),
-    ("success", "rollout/success/mean", "{:.3f}"),
-    ("loss", "actor/total_loss", "{:.4f}"),
-    ("entropy", "actor/entropy", "{:.3f}"),
-    ("kl", "critic/kl", "{:.4f}"),
-    ("approxkl", "actor/approxkl", "{:.5f}"),
-    ("vloss", "critic/loss", "{:.4f}"),
-    ("tok/s", "system/tps", "{:,.0f}"),
-    ("s/step", "time/step", "{:.2f}"),
-)
-"""Label, metric and format; metrics that a step lacks are left out.
-
-kl is the KL to the reference, approxkl the KL between the policies before and after the step's
-updates, vloss the critic's loss.
-"""
 
 
 class ConsoleTracker:
