@@ -5,51 +5,154 @@ The formulas are in docs/algorithms.md.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from agenticrun_api.base import Coefficient, Model, Rule, Share, camel
+from agenticrun_api.base import Coefficient, Model, Open, PlugIn, Rule, Share, camel
 
 Bound = Annotated[float, Field(gt=0, le=1e6)]
 Over = Literal["batch", "group", "none"]
 
-GROUP_BASELINE = ("grpo", "rloo", "dr_grpo", "gigpo", "reinforce_plus_plus_baseline")
-"""Estimators that compare the trajectories of a group."""
-TOKEN_RETURNS = (
-    "gae",
-    "reinforce",
-    "agentic_reinforce",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-)
-"""Estimators that assign rewards to tokens and discount them over tokens."""
-CLIPPED = ("ppo", "decoupled")
+REFERENCE = "^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$"
+"""`module:function` of a function of your own."""
 
 
-def _cel_list(names: tuple[str, ...]) -> str:
+@dataclass(frozen=True)
+class Estimator:
+    """Facts about an advantage estimator that rules are made of."""
+
+    reads: tuple[str, ...] = ()
+    """Fields of `Algorithm` that not every estimator reads."""
+    compares_group: bool = False
+    """The baseline and the normalisation are those of the group: needs groups of at least 2."""
+    whitens: bool = False
+    """Always whitens the advantages."""
+
+
+_ON_TOKENS = ("gamma", "reward_placement", "whiten_rewards")
+"""Read by estimators that assign rewards to tokens and discount them over tokens."""
+ESTIMATORS = {
+    "gae": Estimator((*_ON_TOKENS, "lambd", "turn_level", "bootstrap_truncated")),
+    "reinforce": Estimator(_ON_TOKENS),
+    "agentic_reinforce": Estimator(_ON_TOKENS),
+    "step_reinforce": Estimator(("step_reward_gamma",)),
+    "reinforce_plus_plus": Estimator(_ON_TOKENS, whitens=True),
+    "reinforce_plus_plus_baseline": Estimator(_ON_TOKENS, compares_group=True, whitens=True),
+    "grpo": Estimator(("norm_std_type",), compares_group=True),
+    "rloo": Estimator(compares_group=True),
+    "dr_grpo": Estimator(compares_group=True),
+    "gigpo": Estimator(
+        (
+            "step_reward_gamma",
+            "episode_reward_weight",
+            "step_reward_weight",
+            "norm_mean_type",
+            "norm_std_type",
+        ),
+        compares_group=True,
+    ),
+}
+OWN_ESTIMATOR = Estimator(("reward_placement", "estimator_config"))
+"""A function of your own."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Facts about a loss of the actor that rules are made of."""
+
+    reads: tuple[str, ...] = ()
+    """Fields of `Algorithm` that not every loss reads."""
+    old: bool = True
+    """Compares the policy with the old log-probs."""
+    weighs_engine: bool = False
+    """Weights tokens with the ratio of old and engine's log-probs, which corrects for the policies
+    that sampled."""
+
+    @property
+    def corrects_from_rollout(self) -> bool:
+        """Return True if the probability ratio corrects, where it is that to the engine."""
+        return "ratio_type" in self.reads and not self.weighs_engine
+
+
+_CLIPS = ("ratio_type", "pg_clip_low", "pg_clip_high", "dual_clip")
+LOSSES = {
+    "vanilla": Loss(old=False),
+    "ppo": Loss(_CLIPS),
+    "tis": Loss(("ratio_type", "tis")),
+    "topr": Loss(("ratio_type", "topr")),
+    "cispo": Loss(("ratio_type", "cispo")),
+    "kimi15": Loss(("kimi15",)),
+    "decoupled": Loss((*_CLIPS, "decoupled"), weighs_engine=True),
+}
+OWN_LOSS = Loss(("ratio_type", "loss_config"))
+"""A function of your own."""
+
+
+def estimator_of(name: str) -> Estimator:
+    """Return the facts about the estimator of this name."""
+    return ESTIMATORS.get(name, OWN_ESTIMATOR)
+
+
+def loss_of(name: str) -> Loss:
+    """Return the facts about the loss of this name."""
+    return LOSSES.get(name, OWN_LOSS)
+
+
+def cel_list(names: Iterable[str]) -> str:
+    """Return a list of texts in CEL."""
     return "[" + ", ".join(f"'{name}'" for name in names) + "]"
 
 
-def _read_by(
-    field: str, default: Any, readers: tuple[str, ...], *, of: str = "name", optional: bool = False
-) -> Rule:
-    """Return a rule for a field that only some values of `of` read.
-
-    With any other value, the field must have its default.
-    """
-    literal = f"'{default}'" if isinstance(default, str) else str(default).lower()
-    unset = f"!has(self.{camel(field)})" if optional else f"self.{camel(field)} == {literal}"
-    words = {"name": "algorithm", "pg_variant": "pgVariant"}[of]
-
-    def check(algorithm: Any) -> bool:
-        return getattr(algorithm, of) in readers or getattr(algorithm, field) == default
-
+def _is_known(field: str, table: Collection[str]) -> Rule:
+    """Return a rule that a field names a row of its table, or a function."""
     return Rule(
-        f"self.{camel(of)} in {_cel_list(readers)} || {unset}",
+        f"self.{camel(field)} in {cel_list(table)} || self.{camel(field)}.matches('{REFERENCE}')",
+        f"{camel(field)} is one of {', '.join(table)}, or module:function of your own",
+        f".{camel(field)}",
+        lambda algorithm: (
+            getattr(algorithm, field) in table
+            or re.fullmatch(REFERENCE, getattr(algorithm, field)) is not None
+        ),
+        value_cel=f"self.{camel(field)}",
+        value=lambda algorithm: str(getattr(algorithm, field)),
+    )
+
+
+def _read_by(field: str, default: Any, *, of: str = "name") -> Rule:
+    """Return a rule for a field that only some estimators read, or some losses (`of` pg_variant).
+
+    With any other one, the field must have its default.
+    """
+    table: Mapping[str, Estimator | Loss] = ESTIMATORS if of == "name" else LOSSES
+    own: Estimator | Loss = OWN_ESTIMATOR if of == "name" else OWN_LOSS
+    readers = [
+        name for name, row in (*table.items(), ("module:function", own)) if field in row.reads
+    ]
+    named = [name for name in readers if name in table]
+    unset = (
+        f"!has(self.{camel(field)})"
+        if default is None
+        else f"self.{camel(field)} == "
+        + (f"'{default}'" if isinstance(default, str) else str(default).lower())
+    )
+    conditions = [
+        *([f"self.{camel(of)} in {cel_list(named)}"] if named else []),
+        *([f"self.{camel(of)}.contains(':')"] if field in own.reads else []),
+        unset,
+    ]
+    words = {"name": "algorithm", "pg_variant": "pgVariant"}[of]
+    return Rule(
+        " || ".join(conditions),
         f"{camel(field)} is read by {words} {', '.join(readers)} only: leave it out",
         f".{camel(field)}",
-        check,
+        lambda algorithm: (
+            field in table.get(getattr(algorithm, of), own).reads
+            or getattr(algorithm, field) == default
+        ),
     )
 
 
@@ -190,28 +293,30 @@ class Algorithm(Model):
     """The advantage estimator and the actor's loss."""
 
     RULES = (
-        _read_by("gamma", 1.0, TOKEN_RETURNS),
-        _read_by("lambd", 0.95, ("gae",)),
-        _read_by("turn_level", False, ("gae",)),
-        _read_by("bootstrap_truncated", False, ("gae",)),
-        _read_by("reward_placement", "trajectory", TOKEN_RETURNS),
-        _read_by("whiten_rewards", False, TOKEN_RETURNS),
-        _read_by("step_reward_gamma", 0.95, ("gigpo", "step_reinforce")),
-        _read_by("episode_reward_weight", 1.0, ("gigpo",)),
-        _read_by("step_reward_weight", 1.0, ("gigpo",)),
-        _read_by("norm_mean_type", "group", ("gigpo",)),
-        _read_by("norm_std_type", "group", ("grpo", "gigpo")),
-        _read_by(
-            "ratio_type", "token", ("ppo", "tis", "topr", "cispo", "decoupled"), of="pg_variant"
-        ),
-        _read_by("pg_clip_low", 0.2, CLIPPED, of="pg_variant"),
-        _read_by("pg_clip_high", 0.2, CLIPPED, of="pg_variant"),
-        _read_by("dual_clip", None, CLIPPED, of="pg_variant", optional=True),
-        _read_by("tis", None, ("tis",), of="pg_variant", optional=True),
-        _read_by("topr", None, ("topr",), of="pg_variant", optional=True),
-        _read_by("cispo", None, ("cispo",), of="pg_variant", optional=True),
-        _read_by("kimi15", None, ("kimi15",), of="pg_variant", optional=True),
-        _read_by("decoupled", None, ("decoupled",), of="pg_variant", optional=True),
+        _is_known("name", ESTIMATORS),
+        _is_known("pg_variant", LOSSES),
+        _read_by("gamma", 1.0),
+        _read_by("lambd", 0.95),
+        _read_by("turn_level", False),
+        _read_by("bootstrap_truncated", False),
+        _read_by("reward_placement", "trajectory"),
+        _read_by("whiten_rewards", False),
+        _read_by("step_reward_gamma", 0.95),
+        _read_by("episode_reward_weight", 1.0),
+        _read_by("step_reward_weight", 1.0),
+        _read_by("norm_mean_type", "group"),
+        _read_by("norm_std_type", "group"),
+        _read_by("estimator_config", None),
+        _read_by("ratio_type", "token", of="pg_variant"),
+        _read_by("pg_clip_low", 0.2, of="pg_variant"),
+        _read_by("pg_clip_high", 0.2, of="pg_variant"),
+        _read_by("dual_clip", None, of="pg_variant"),
+        _read_by("tis", None, of="pg_variant"),
+        _read_by("topr", None, of="pg_variant"),
+        _read_by("cispo", None, of="pg_variant"),
+        _read_by("kimi15", None, of="pg_variant"),
+        _read_by("decoupled", None, of="pg_variant"),
+        _read_by("loss_config", None, of="pg_variant"),
         Rule(
             "self.lossAggMode != 'seq-mean-token-sum-norm' || has(self.lossAggNorm)",
             "lossAggMode seq-mean-token-sum-norm needs lossAggNorm, the constant that it divides "
@@ -234,19 +339,12 @@ class Algorithm(Model):
         ),
     )
 
-    name: Literal[
-        "gae",
-        "reinforce",
-        "agentic_reinforce",
-        "step_reinforce",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "grpo",
-        "rloo",
-        "dr_grpo",
-        "gigpo",
-    ] = "grpo"
-    """The estimator. gae is PPO with a critic; StarPO is any of them on whole trajectories."""
+    name: PlugIn = "grpo"
+    """The estimator: gae (PPO with a critic), reinforce, agentic_reinforce, step_reinforce,
+    reinforce_plus_plus, reinforce_plus_plus_baseline, grpo, rloo, dr_grpo, gigpo, or
+    module:function of your own. StarPO is any of them on whole trajectories."""
+    estimator_config: Open | None = None
+    """Keyword arguments of your own estimator."""
     gamma: Share = 1.0
     """Discount per response token (agentic_reinforce, and gae with turnLevel: per turn)."""
     lambd: Share = 0.95
@@ -281,8 +379,11 @@ class Algorithm(Model):
     variance_filter: VarianceFilter | None = None
     reward_kl: RewardKl | None = None
     loss_kl: LossKl | None = None
-    pg_variant: Literal["vanilla", "ppo", "tis", "topr", "cispo", "kimi15", "decoupled"] = "ppo"
-    """The actor's loss."""
+    pg_variant: PlugIn = "ppo"
+    """The actor's loss: vanilla, ppo, tis, topr, cispo, kimi15, decoupled, or module:function of
+    your own."""
+    loss_config: Open | None = None
+    """Keyword arguments of your own loss."""
     tis: Tis | None = None
     topr: Topr | None = None
     cispo: Cispo | None = None

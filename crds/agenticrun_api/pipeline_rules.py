@@ -4,42 +4,53 @@ from __future__ import annotations
 
 from typing import Any
 
-from agenticrun_api.algorithm import GROUP_BASELINE
+from agenticrun_api.algorithm import ESTIMATORS, LOSSES, cel_list, estimator_of, loss_of
 from agenticrun_api.base import Rule, unique
 
-OWN_NORMALIZATION = ("grpo", "rloo", "dr_grpo", "gigpo", "reinforce_plus_plus_baseline")
-_OWN = "['grpo', 'rloo', 'dr_grpo', 'gigpo', 'reinforce_plus_plus_baseline']"
 _MINI = "self.actorTrain.training.miniBatchSize"
 _ALGORITHM = "self.algorithm"
-WITH_RATIO = ("ppo", "tis", "topr", "cispo")
+_IS_OWN_ESTIMATOR = f"{_ALGORITHM}.name.contains(':')"
+_IS_OWN_LOSS = f"{_ALGORITHM}.pgVariant.contains(':')"
+GROUP_BASELINE = [name for name, row in ESTIMATORS.items() if row.compares_group]
+_COMPARES_GROUP = f"({_ALGORITHM}.name in {cel_list(GROUP_BASELINE)})"
+_WHITENED = cel_list(name for name, row in ESTIMATORS.items() if row.whitens)
+_WEIGHS_ENGINE = (
+    f"({_ALGORITHM}.pgVariant in "
+    f"{cel_list(name for name, row in LOSSES.items() if row.weighs_engine)})"
+)
+WITH_RATIO = [name for name, row in LOSSES.items() if row.corrects_from_rollout]
 """Losses that weight a token with the ratio of its probabilities, new to old."""
-_WITH_RATIO = "['ppo', 'tis', 'topr', 'cispo']"
+_NOT_FROM_ROLLOUT = cel_list(
+    name for name, row in LOSSES.items() if row.weighs_engine or not row.old
+)
 
 
 def _corrects(p: Any) -> bool:
-    correction = p.train_infer_correction
+    correction, loss = p.train_infer_correction, loss_of(p.algorithm.pg_variant)
     return (
-        p.algorithm.pg_variant == "decoupled"
+        loss.weighs_engine
         or (correction is not None and correction.is_weight is not None)
-        or (p.old_log_probs == "Rollout" and p.algorithm.pg_variant in WITH_RATIO)
+        or (p.old_log_probs == "Rollout" and loss.corrects_from_rollout)
     )
 
 
 def _whitens(p: Any) -> bool:
-    return (
-        bool(p.algorithm.whiten_advantages or p.algorithm.whiten_rewards)
-        or "reinforce_plus_plus" in p.algorithm.name
+    return bool(
+        p.algorithm.whiten_advantages
+        or p.algorithm.whiten_rewards
+        or estimator_of(p.algorithm.name).whitens
     )
 
 
 _CORRECTS = (
-    f"({_ALGORITHM}.pgVariant == 'decoupled' || "
+    f"({_WEIGHS_ENGINE} || "
     "(has(self.trainInferCorrection) && has(self.trainInferCorrection.isWeight)) || "
-    f"(self.oldLogProbs == 'Rollout' && {_ALGORITHM}.pgVariant in {_WITH_RATIO}))"
+    f"(self.oldLogProbs == 'Rollout' && ({_ALGORITHM}.pgVariant in {cel_list(WITH_RATIO)} || "
+    f"{_IS_OWN_LOSS})))"
 )
 _WHITENS = (
     f"({_ALGORITHM}.whitenAdvantages || {_ALGORITHM}.whitenRewards || "
-    f"{_ALGORITHM}.name.startsWith('reinforce_plus_plus'))"
+    f"{_ALGORITHM}.name in {_WHITENED})"
 )
 _USES_REFERENCE = f"(has({_ALGORITHM}.rewardKl) || has({_ALGORITHM}.lossKl))"
 
@@ -117,18 +128,21 @@ TAG_RULES = (
 
 ALGORITHM_RULES = (
     Rule(
-        f"!({_ALGORITHM}.name in {_OWN}) || self.trainEnvs.groupSize >= 2",
+        f"!{_COMPARES_GROUP} || self.trainEnvs.groupSize >= 2",
         f"{', '.join(GROUP_BASELINE)} compare the trajectories of a group: trainEnvs.groupSize "
         "must be at least 2",
         ".trainEnvs.groupSize",
-        lambda p: p.algorithm.name not in GROUP_BASELINE or p.train_envs.group_size >= 2,
+        lambda p: not estimator_of(p.algorithm.name).compares_group or p.train_envs.group_size >= 2,
     ),
     Rule(
-        f"!({_ALGORITHM}.name in {_OWN}) || !has(self.rewardNormalization)",
-        f"{', '.join(OWN_NORMALIZATION)} have their own normalisation: remove "
-        "rewardNormalization, or use another algorithm",
+        f"!({_COMPARES_GROUP} || {_IS_OWN_ESTIMATOR}) || !has(self.rewardNormalization)",
+        f"{', '.join(GROUP_BASELINE)} and functions of your own have their own normalisation: "
+        "remove rewardNormalization, or use another algorithm",
         ".rewardNormalization",
-        lambda p: p.algorithm.name not in OWN_NORMALIZATION or p.reward_normalization is None,
+        lambda p: (
+            p.reward_normalization is None
+            or (p.algorithm.name in ESTIMATORS and p.algorithm.name not in GROUP_BASELINE)
+        ),
     ),
     Rule(
         "!has(self.rewardNormalization) || self.rewardNormalization.grouping != 'group' || "
@@ -216,23 +230,27 @@ OFF_POLICY_RULES = (
         lambda p: p.model_update_frequency - 1 <= p.staleness.max,
     ),
     Rule(
-        f"{_ALGORITHM}.pgVariant != 'decoupled' || !has(self.trainInferCorrection) || "
+        f"!{_WEIGHS_ENGINE} || !has(self.trainInferCorrection) || "
         "!has(self.trainInferCorrection.isWeight)",
         "pgVariant decoupled already contains the weight of isWeight: leave one of them out",
         ".trainInferCorrection.isWeight",
         lambda p: (
-            p.algorithm.pg_variant != "decoupled"
+            not loss_of(p.algorithm.pg_variant).weighs_engine
             or p.train_infer_correction is None
             or p.train_infer_correction.is_weight is None
         ),
     ),
     Rule(
-        f"self.oldLogProbs == 'Recompute' || !({_ALGORITHM}.pgVariant in ['vanilla', 'decoupled'])",
+        f"self.oldLogProbs == 'Recompute' || !({_ALGORITHM}.pgVariant in {_NOT_FROM_ROLLOUT})",
         "oldLogProbs Rollout needs a loss that compares with the policy that sampled: vanilla "
         "reads no old log-probs, and decoupled needs those of the batch's start",
         ".oldLogProbs",
         lambda p: (
-            p.old_log_probs == "Recompute" or p.algorithm.pg_variant not in ("vanilla", "decoupled")
+            p.old_log_probs == "Recompute"
+            or (
+                loss_of(p.algorithm.pg_variant).old
+                and not loss_of(p.algorithm.pg_variant).weighs_engine
+            )
         ),
     ),
     Rule(
@@ -244,7 +262,7 @@ OFF_POLICY_RULES = (
     ),
     Rule(
         "!self.actorInfer.generating.allowTruncatedSampling || (!has(self.trainInferCorrection) "
-        f"&& {_ALGORITHM}.pgVariant != 'decoupled' && self.oldLogProbs == 'Recompute')",
+        f"&& !{_WEIGHS_ENGINE} && self.oldLogProbs == 'Recompute')",
         "with truncated sampling, the recorded log-probs are not those of the distribution that "
         "was sampled: remove trainInferCorrection, pgVariant decoupled and oldLogProbs Rollout, "
         "which need them",
@@ -253,7 +271,7 @@ OFF_POLICY_RULES = (
             not p.actor_infer.generating.allow_truncated_sampling
             or (
                 p.train_infer_correction is None
-                and p.algorithm.pg_variant != "decoupled"
+                and not loss_of(p.algorithm.pg_variant).weighs_engine
                 and p.old_log_probs == "Recompute"
             )
         ),

@@ -104,6 +104,20 @@ def _indexed(url: str) -> Change:
 
 
 RULE_CASES: tuple[RuleCase, ...] = (
+    RuleCase(
+        Algorithm,
+        "name is one of gae,",
+        f"{_P}.algorithm.name",
+        ((f"{_P}.algorithm", {"name": "gppo"}),),
+        ((f"{_P}.algorithm", {"name": "mine:ranks", "rewardPlacement": "turn"}),),
+    ),
+    RuleCase(
+        Algorithm,
+        "pgVariant is one of vanilla,",
+        f"{_P}.algorithm.pgVariant",
+        ((f"{_P}.algorithm", {"pgVariant": "pp:o:"}),),
+        ((f"{_P}.algorithm", {"pgVariant": "mine:squared"}),),
+    ),
     *(
         RuleCase(
             Algorithm,
@@ -154,7 +168,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
             (
                 "stepRewardGamma",
                 0.5,
-                "algorithm gigpo",
+                "algorithm step_reinforce",
                 {"name": "grpo"},
                 (),
                 {"name": "gigpo"},
@@ -185,6 +199,24 @@ RULE_CASES: tuple[RuleCase, ...] = (
                 {"name": "grpo"},
                 (),
                 {"name": "gigpo"},
+                (),
+            ),
+            (
+                "estimatorConfig",
+                {"share": 0.5},
+                "algorithm module:function",
+                {"name": "grpo"},
+                (),
+                {"name": "mine:ranks"},
+                (),
+            ),
+            (
+                "lossConfig",
+                {"share": 0.5},
+                "pgVariant module:function",
+                {"pgVariant": "ppo"},
+                (),
+                {"pgVariant": "mine.losses:squared", "ratioType": "sequence"},
                 (),
             ),
             ("normStdType", "batch", "algorithm grpo", {"name": "rloo"}, (), {"name": "grpo"}, ()),
@@ -658,7 +690,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "grpo, rloo, dr_grpo, gigpo, reinforce_plus_plus_baseline "
+        "reinforce_plus_plus_baseline, grpo, rloo, dr_grpo, gigpo "
         "compare the trajectories of a group",
         f"{_P}.trainEnvs.groupSize",
         ((f"{_P}.trainEnvs.groupSize", 1),),
@@ -666,7 +698,7 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
-        "grpo, rloo, dr_grpo, gigpo, reinforce_plus_plus_baseline have their own normalisation",
+        "reinforce_plus_plus_baseline, grpo, rloo, dr_grpo, gigpo and functions of your own have",
         f"{_P}.rewardNormalization",
         ((f"{_P}.rewardNormalization", {"grouping": "tag"}),),
         ((f"{_P}.rewardNormalization", {"grouping": "tag"}), (f"{_P}.algorithm.name", "reinforce")),

@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -121,6 +122,32 @@ class Registry(Generic[T]):
         except PluginImportError as error:
             raise self.errors.import_failed(f"{self.kind} {name!r}: {error}") from error
         return factory
+
+
+def bound(name: str, config: Mapping[str, Any], arguments: int) -> Callable[..., Any]:
+    """Return a user's `module:function` with the camelCase keys of its config as keywords.
+
+    Args:
+        arguments: number of positional arguments that the caller will give.
+
+    Raises:
+        PluginError: it cannot be imported, is not a function, or takes other arguments.
+    """
+    module_name, _, attribute = name.partition(":")
+    function = imported(module_name, attribute)
+    if not callable(function):
+        raise PluginConfigError(f"{name} is a {type(function).__name__}, not a function")
+    keywords = {snake_case(key): value for key, value in config.items()}
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*[None] * arguments, **keywords)
+    except TypeError as error:
+        raise PluginConfigError(
+            f"{name}{signature} does not take {arguments} arguments"
+            + (f" and the keys {', '.join(config)}" if config else "")
+            + f": {error}"
+        ) from error
+    return partial(function, **keywords)
 
 
 def imported(module_name: str, attribute: str) -> Any:

@@ -14,6 +14,7 @@ from agenticrun_api import Outcome, parse_run
 from tiny_runs import InProcessAttempt, TinyAttempt, tiny_document
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples/algorithms").glob("*.yaml"))
+OWN = Path(__file__).parents[3] / "examples/own-algorithm/agenticrun.yaml"
 SMALL_MODEL = {"hiddenSize": 16, "layers": 1, "heads": 2, "intermediateSize": 32}
 WALL_CLOCK = (
     "time",
@@ -36,10 +37,15 @@ async def train(session: TinyAttempt) -> dict[int, dict[str, float]]:
     return session.training_steps()
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-async def test_the_example_trains(file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "file", [*EXAMPLES, OWN], ids=lambda file: f"{file.parent.name}-{file.stem}"
+)
+async def test_the_example_trains(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(file.parent))
     document = yaml.safe_load(file.read_text())
-    document["spec"]["model"] = {"initialize": SMALL_MODEL}
+    document["spec"] |= {"model": {"initialize": SMALL_MODEL}, "roles": {}}
     pipeline = document["spec"]["pipeline"]
     pipeline |= {"maxSteps": 2, "rolloutBatchSize": 16, "valBatchSize": 8, "evalSteps": 2}
     pipeline["warmup"]["steps"] = 2

@@ -6,17 +6,18 @@ import hashlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.algorithms import Credit, CreditSpec, Episodes, Estimator, assign_credit
+from agenticrun_api import algorithm as api
+from agenticrun_workers.algorithms import Credit, CreditSpec, Episodes, assign_credit
+from agenticrun_workers.algorithms.credit import ESTIMATORS as TABLE
 from agenticrun_workers.algorithms.normalization import Grouping, Over
 
-ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+ESTIMATORS = tuple(TABLE)
 REWARDS = (
     "gae",
     "reinforce",
@@ -206,7 +207,7 @@ def test_rewards_are_shaped_clipped_normalised_and_placed_in_this_order(
 def test_group_estimators_subtract_the_trajectorys_kl_before_their_baseline(
     batch: list[Played], estimator: str, coef: float
 ) -> None:
-    spec = CreditSpec(estimator)  # type: ignore[arg-type]
+    spec = CreditSpec(estimator)
     scores = [
         sum(slow_turn_rewards(t, spec)) - coef * sum(turn.kl for turn in t.turns)
         if t.turns
@@ -316,11 +317,16 @@ def test_reinforce_plus_plus_baseline_subtracts_the_groups_mean_where_the_trajec
     assert per_trajectory(result, batch) == [[1.0, -2.0], [1.0], [0.0]]
 
 
+def test_the_api_and_the_formulas_have_the_same_estimators() -> None:
+    assert set(TABLE) == set(api.ESTIMATORS)
+    for name, facts in api.ESTIMATORS.items():
+        assert TABLE[name].whitens == facts.whitens
+        assert (TABLE[name].kind == "reward") == ("reward_placement" in facts.reads)
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(batch=batches)
-def test_who_may_not_be_trained_on_is_in_no_statistic(
-    estimator: Estimator, batch: list[Played]
-) -> None:
+def test_who_may_not_be_trained_on_is_in_no_statistic(estimator: str, batch: list[Played]) -> None:
     spec = CreditSpec(estimator, norm_mean="batch", norm_std="batch")
     with_all = per_trajectory(credit(spec, batch), batch)
     kept = [t for t in batch if t.trainable]
@@ -332,7 +338,7 @@ def test_who_may_not_be_trained_on_is_in_no_statistic(
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(batch=batches)
 def test_the_order_of_trajectories_and_the_names_of_groups_change_nothing(
-    estimator: Estimator, batch: list[Played]
+    estimator: str, batch: list[Played]
 ) -> None:
     spec = CreditSpec(estimator, norm_mean="batch", norm_std="group", norm_grouping="group")
     straight = per_trajectory(credit(spec, batch), batch)
@@ -402,7 +408,7 @@ def test_what_an_estimator_needs_and_misses_is_named() -> None:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_a_batch_of_nothing_gives_nothing(estimator: Estimator) -> None:
+def test_a_batch_of_nothing_gives_nothing(estimator: str) -> None:
     for batch in ([], [Played(())], [Played((Turn(1.0),), trainable=False)]):
         result = credit(
             CreditSpec(estimator, norm_mean="batch", norm_std="group"), batch, kl_coef=0.1

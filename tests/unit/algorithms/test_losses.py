@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agenticrun_workers.algorithms.losses import VARIANTS as TABLE
 from agenticrun_workers.algorithms.losses import (
     Aggregation,
     Cispo,
@@ -34,6 +35,7 @@ from agenticrun_workers.algorithms.losses import (
     token_coefficients,
     value_loss,
 )
+from ragged_samples import LOSSES as RANK_LOSSES
 
 VARIANTS: list[Variant] = [
     Vanilla(),
@@ -162,6 +164,11 @@ def slow_losses(
                 raise AssertionError(f"add {variant} here")
         losses.append(loss if isinstance(variant, Decoupled) else loss * token.weight)
     return losses
+
+
+def test_every_loss_of_the_table_is_compared_with_its_formula_here_and_on_real_ranks() -> None:
+    assert {type(variant) for variant in VARIANTS} == set(TABLE.values())
+    assert {type(spec.variant) for spec in RANK_LOSSES.values()} == set(TABLE.values())
 
 
 @pytest.mark.parametrize("level", LEVELS)

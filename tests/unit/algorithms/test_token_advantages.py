@@ -226,7 +226,7 @@ def test_whitening_then_clip_over_the_tokens_of_the_loss(
     batch: list[Trajectory], estimator: str, bound: float | None
 ) -> None:
     raw = advantages(TokenSpec("gae" if estimator == "gae" else "reinforce"), batch)
-    spec = TokenSpec(estimator, whiten_advantages=estimator == "gae", advantage_clip=bound)  # type: ignore[arg-type]
+    spec = TokenSpec(estimator, whiten_advantages=estimator == "gae", advantage_clip=bound)
     result = advantages(spec, batch)
     kept = raw.advantages_L[raw.mask_L].astype(np.float64)
     std = kept.std(ddof=1) if len(kept) > 1 else 0.0
@@ -271,7 +271,7 @@ def test_prompt_and_observation_tokens_do_not_exist_for_returns(
         )
         for t in batch
     ]
-    spec = TokenSpec(estimator, 0.9, 0.8)  # type: ignore[arg-type]
+    spec = TokenSpec(estimator, 0.9, 0.8)
     before, after = (
         of_responses(pack(b)[0], advantages(spec, b).advantages_L) for b in (batch, longer)
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -102,19 +102,14 @@ def test_every_field_of_the_algorithm_is_explained(model: type[Model]) -> None:
 
 def _defaults() -> dict[str, Any]:
     """Of the fields of the algorithm, as the page names them."""
-    models: dict[str, type[Model]] = {
-        "": api.Algorithm,
-        "rewardKl.": api.RewardKl,
-        "lossKl.": api.LossKl,
-        "truncated.": api.Truncated,
-        "varianceFilter.": api.VarianceFilter,
-        "tis.": api.Tis,
-        "topr.": api.Topr,
-        "cispo.": api.Cispo,
-        "kimi15.": api.Kimi15,
-        "decoupled.": api.Decoupled,
-        "isWeight.": api.IsWeight,
-    }
+    models: dict[str, type[Model]] = {"": api.Algorithm}
+    for model in (api.Algorithm, api.TrainInferCorrection):
+        models |= {
+            f"{info.alias}.": part
+            for info in model.model_fields.values()
+            for part in (info.annotation, *get_args(info.annotation))
+            if isinstance(part, type) and issubclass(part, Model)
+        }
     return {
         f"{prefix}{info.alias}": info.default
         for prefix, model in models.items()
@@ -131,6 +126,6 @@ def test_the_defaults_that_the_page_gives_are_the_models() -> None:
     assert [(name, number) for name, number in given if number != defaults[name]] == []
 
 
-@pytest.mark.parametrize("name", [*api.Algorithm.model_fields["name"].annotation.__args__])  # type: ignore[union-attr]
-def test_every_estimator_has_a_row(name: str) -> None:
-    assert f"\n| `{name}` |" in PAGE
+@pytest.mark.parametrize("name", [*api.ESTIMATORS, *api.LOSSES])
+def test_every_estimator_and_every_loss_has_a_row(name: str) -> None:
+    assert re.search(rf"\n\| `{name}`( \(default\))? \|", PAGE)

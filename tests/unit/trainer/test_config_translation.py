@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from dataclasses import fields
+from typing import Any
 
 import pytest
 
 from agenticrun_api import Pipeline
-from agenticrun_api.algorithm import Algorithm
+from agenticrun_api.algorithm import LOSSES, Algorithm
 from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec, WeightSpec
 from agenticrun_workers.algorithms.losses import (
+    VARIANTS,
     Cispo,
     Decoupled,
     Kimi15,
@@ -75,10 +77,18 @@ def test_every_loss_variant_has_its_parameters_from_the_yaml(
     assert loss_spec(pipeline(algorithm)).variant == variant
 
 
-@pytest.mark.parametrize("name", get_args(Algorithm.model_fields["pg_variant"].annotation))
-def test_every_loss_variant_of_the_yaml_is_translated(name: str) -> None:
-    variant = loss_spec(pipeline({"pgVariant": name})).variant
-    assert variant is not None, f"add a case for {name} to trainer/config_translation.py"
+@pytest.mark.parametrize("name", sorted({*LOSSES, *VARIANTS}))
+def test_a_loss_has_one_name_and_the_same_fields_and_defaults_on_both_sides(name: str) -> None:
+    kind = VARIANTS[name]
+    assert type(loss_spec(pipeline({"pgVariant": name})).variant) is kind
+    assert kind.reads_ratio == ("ratio_type" in LOSSES[name].reads)
+    model = name in Algorithm.model_fields and Algorithm.model_validate(
+        {"pgVariant": name, name: {}}
+    )
+    own = dict(getattr(model, name)) if model else {}
+    numbers = {field.name: field.default for field in fields(kind)}
+    assert own.items() <= numbers.items()
+    assert numbers.items() <= (own | {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}).items()
 
 
 def test_the_rest_of_the_actors_loss() -> None:

@@ -2,7 +2,7 @@
 
 This is the first half of a step's order of operations:
 
-    scores -> zeroed rewards and penalties -> reward clip -> KL of the ADVANTAGE_ESTIMATORS ->
+    scores -> zeroed rewards and penalties -> reward clip -> KL of estimators of kind `advantage` ->
     normalisation or the estimator's own baseline -> turns
 
 The second half, on the ranks, is `token_advantages`. No statistic includes trajectories that are
@@ -11,8 +11,9 @@ not trainable.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from agenticrun_workers.algorithms import baselines
 from agenticrun_workers.algorithms.baselines import Compared, state_sets, step_returns
 from agenticrun_workers.algorithms.normalization import (
     Grouping,
+    Normalization,
     Over,
     normalization,
     zero_variance_share,
@@ -43,28 +45,12 @@ from agenticrun_workers.algorithms.segments import (
     take_segments,
 )
 
-Estimator = Literal[
-    "gae",
-    "reinforce",
-    "agentic_reinforce",
-    "step_reinforce",
-    "grpo",
-    "rloo",
-    "dr_grpo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "gigpo",
-]
 Kind = Literal["reward", "advantage"]
+Estimates = tuple[Floats, dict[str, float]]
+"""The value of each turn, [K], and metrics."""
 Truncated = Literal["train", "mask", "zero_reward", "soft_penalty"]
-
-STEP_ESTIMATORS = ("step_reinforce", "gigpo")
-"""Estimators that credit turns by the turns' own rewards."""
-ADVANTAGE_ESTIMATORS = (*STEP_ESTIMATORS, "grpo", "rloo", "dr_grpo")
-"""Estimators that give every token of a turn the same advantage.
-
-The others place a reward on a token and compute returns over tokens.
-"""
+OwnEstimator: TypeAlias = "Callable[[Episodes, Floats], Any]"
+"""`estimator(episodes, rewards_K)` returns the advantage of each turn's tokens, [K]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +78,7 @@ class Episodes:
     kl_K: Floats | None = None
     """Summed token KL of each turn, before its coefficient.
 
-    The ADVANTAGE_ESTIMATORS need it for a KL in the reward.
+    Estimators of kind `advantage` need it for a KL in the reward.
     """
 
     def take(self, chosen: Integers) -> tuple[Episodes, Integers]:
@@ -137,9 +123,10 @@ class Episodes:
 class CreditSpec:
     """Choice of the estimator, and its numbers."""
 
-    estimator: Estimator = "grpo"
+    estimator: str = "grpo"
+    """A row of `ESTIMATORS`, or the name of `function`."""
     reward_placement: Literal["trajectory", "turn"] = "trajectory"
-    """Place of rewards for estimators of kind `reward`.
+    """Place of rewards for estimators of kind `reward` and the user's.
 
     The score on the last turn, or r_k on turn k.
     """
@@ -165,10 +152,25 @@ class CreditSpec:
     episode_reward_weight: float = 1.0
     step_reward_weight: float = 1.0
     """Weights w_E and w_S of gigpo."""
+    function: OwnEstimator | None = None
+    """An estimator of the user's, which `estimator` names."""
 
-    @property
-    def kind(self) -> Kind:
-        return "advantage" if self.estimator in ADVANTAGE_ESTIMATORS else "reward"
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """One row of `ESTIMATORS`: the formula of an estimator, and what the ranks make of it."""
+
+    estimate: Callable[[CreditSpec, Episodes, Floats], Estimates]
+    """Gets the trajectories that can be trained on, and the shaped reward of each turn, [K]."""
+    kind: Kind = "advantage"
+    by_turn: bool = False
+    """Credits turns by the turns' own rewards."""
+    critic: bool = False
+    """Reads the critic's values."""
+    discounts_turns: bool = False
+    """Discounts per turn, not per token."""
+    whitens: bool = False
+    """Always whitens the advantages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,22 +195,24 @@ def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) ->
     Args:
         spec: estimator and its numbers.
         episodes: scalars of the batch.
-        kl_coef: coefficient of `kl_K` in the reward of the ADVANTAGE_ESTIMATORS; for the others the
-            ranks subtract the KL token by token.
+        kl_coef: coefficient of `kl_K` in the reward for estimators of kind `advantage`; for the
+            others the ranks subtract the KL token by token.
 
     Raises:
         ValueError: a trainable trajectory has a reward (or KL) that is not finite, or an array that
-            the estimator needs is missing.
+            the estimator needs is missing; a function of the user's returns something else than
+            one finite number per turn.
     """
+    estimator = estimator_of(spec.estimator)
     chosen = np.flatnonzero(episodes.trainable_N)
     valid, turns = episodes.take(chosen)
     valid.require_finite(chosen)
-    rewards_K, metrics = _shaped_rewards(spec, valid)
+    rewards_K, metrics = _shaped_rewards(spec, estimator, valid)
     scores_N = segment_sums(rewards_K, valid.cu_turns_N1)
     metrics["group/zero_variance_share"] = zero_variance_share(scores_N, codes(valid.groups_N))
-    if spec.kind == "advantage" and kl_coef:
+    if estimator.kind == "advantage" and kl_coef:
         rewards_K = rewards_K - kl_coef * _given(valid.kl_K, "kl_K", "a KL in the reward")
-    values_K, estimator_metrics = _estimate(spec, valid, rewards_K)
+    values_K, estimator_metrics = estimator.estimate(spec, valid, rewards_K)
     per_turn_K = np.zeros(len(episodes.rewards_K))
     per_turn_K[turns] = values_K
     trains_N = (
@@ -216,10 +220,10 @@ def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) ->
         if spec.truncated == "mask"
         else episodes.trainable_N
     )
-    return Credit(per_turn_K, spec.kind, trains_N, metrics | estimator_metrics)
+    return Credit(per_turn_K, estimator.kind, trains_N, metrics | estimator_metrics)
 
 
-def _shaped_rewards(spec: CreditSpec, episodes: Episodes) -> tuple[Floats, dict[str, float]]:
+def _shaped_rewards(spec: CreditSpec, estimator: Estimator, episodes: Episodes) -> Estimates:
     """Return rewards per turn after penalties and clip, and metrics.
 
     The reward of a whole trajectory is on its last turn.
@@ -239,9 +243,8 @@ def _shaped_rewards(spec: CreditSpec, episodes: Episodes) -> tuple[Floats, dict[
             spec.overlong_penalty,
         )
         rewards_K = rewards_K + on_last_turn(overlong_N, cu)
-    by_turn = spec.estimator in STEP_ESTIMATORS or (
-        spec.kind == "reward" and spec.reward_placement == "turn"
-    )
+    placed = estimator.kind == "reward" or spec.function is not None
+    by_turn = estimator.by_turn or (placed and spec.reward_placement == "turn")
     unclipped = rewards_K if by_turn else segment_sums(rewards_K, cu)
     clipped = clip(unclipped, spec.reward_clip)
     metrics["critic/reward_clip_frac"] = (
@@ -250,42 +253,62 @@ def _shaped_rewards(spec: CreditSpec, episodes: Episodes) -> tuple[Floats, dict[
     return clipped if by_turn else on_last_turn(clipped, cu), metrics
 
 
-def _estimate(
-    spec: CreditSpec, episodes: Episodes, rewards_K: Floats
-) -> tuple[Floats, dict[str, float]]:
-    """Return the value of each turn, and the metrics of the estimator."""
-    cu, owner_K = episodes.cu_turns_N1, owners(episodes.cu_turns_N1)
-    groups_N = codes(episodes.groups_N)
-    scores_N = segment_sums(rewards_K, cu)
-    match spec.estimator:
-        case "grpo":
-            return _whole_trajectories(
-                baselines.grpo(scores_N, groups_N, spec.group_mean, spec.group_std), owner_K
-            )
-        case "rloo":
-            return _whole_trajectories(baselines.rloo(scores_N, groups_N), owner_K)
-        case "dr_grpo":
-            return _whole_trajectories(baselines.dr_grpo(scores_N, groups_N), owner_K)
-        case "gigpo":
-            return _gigpo(spec, episodes, rewards_K)
-        case "step_reinforce":
-            returns_K = step_returns(rewards_K, cu, spec.step_reward_gamma)
-            step = normalization(
-                returns_K, _sets(spec, episodes, owner_K), spec.norm_mean, spec.norm_std
-            )
-            values_K = step.apply(returns_K)
-            return values_K, {
-                "group/degenerate": float(step.degenerate_N.sum()),
-                **_spread("critic/rewards", values_K),
-            }
-        case "reinforce_plus_plus_baseline":
-            normalized = normalization(scores_N, groups_N, "group", "none")
-        case _:
-            normalized = normalization(
-                scores_N, _sets(spec, episodes, None), spec.norm_mean, spec.norm_std
-            )
-    # Normalisation of the score, spread over its turns: the scale applies to every reward, the
-    # shift only where the trajectory ends.
+def _compared(
+    compare: Callable[[CreditSpec, Floats, Integers], Compared],
+) -> Callable[[CreditSpec, Episodes, Floats], Estimates]:
+    """Return an estimator that compares the scores of a group: one value per trajectory."""
+
+    def estimate(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates:
+        cu = episodes.cu_turns_N1
+        compared = compare(spec, segment_sums(rewards_K, cu), codes(episodes.groups_N))
+        metrics = {
+            "group/degenerate": float(compared.degenerate_N.sum()),
+            **_spread("critic/rewards", compared.values_N),
+        }
+        return compared.values_N[owners(cu)], metrics
+
+    return estimate
+
+
+def _step_reinforce(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates:
+    cu = episodes.cu_turns_N1
+    returns_K = step_returns(rewards_K, cu, spec.step_reward_gamma)
+    step = normalization(
+        returns_K, _sets(spec, episodes, owners(cu)), spec.norm_mean, spec.norm_std
+    )
+    values_K = step.apply(returns_K)
+    return values_K, {
+        "group/degenerate": float(step.degenerate_N.sum()),
+        **_spread("critic/rewards", values_K),
+    }
+
+
+def _normalized(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates:
+    scores_N = segment_sums(rewards_K, episodes.cu_turns_N1)
+    sets_N = _sets(spec, episodes, None)
+    return _rewards_of_turns(
+        episodes, rewards_K, normalization(scores_N, sets_N, spec.norm_mean, spec.norm_std)
+    )
+
+
+def _less_the_groups_mean(_: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates:
+    scores_N = segment_sums(rewards_K, episodes.cu_turns_N1)
+    return _rewards_of_turns(
+        episodes,
+        rewards_K,
+        normalization(scores_N, codes(episodes.groups_N), "group", "none"),
+    )
+
+
+def _rewards_of_turns(
+    episodes: Episodes, rewards_K: Floats, normalized: Normalization
+) -> Estimates:
+    """Spread the normalisation of the scores over the turns, for estimators of kind `reward`.
+
+    The scale applies to every reward, the shift only where the trajectory ends.
+    """
+    cu = episodes.cu_turns_N1
+    owner_K = owners(cu)
     values_K = rewards_K * normalized.scale_N[owner_K] - on_last_turn(
         normalized.shift_N * normalized.scale_N, cu
     )
@@ -299,9 +322,7 @@ def _estimate(
     return carried_K, metrics
 
 
-def _gigpo(
-    spec: CreditSpec, episodes: Episodes, rewards_K: Floats
-) -> tuple[Floats, dict[str, float]]:
+def _gigpo(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates:
     credit = baselines.gigpo(
         rewards_K,
         episodes.cu_turns_N1,
@@ -322,12 +343,22 @@ def _gigpo(
     }
 
 
-def _whole_trajectories(compared: Compared, owner_K: Integers) -> tuple[Floats, dict[str, float]]:
-    metrics = {
-        "group/degenerate": float(compared.degenerate_N.sum()),
-        **_spread("critic/rewards", compared.values_N),
-    }
-    return compared.values_N[owner_K], metrics
+def _own(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates:
+    if spec.function is None:
+        raise ValueError(f"no estimator is called {spec.estimator}")
+    if not len(rewards_K):
+        return rewards_K, {}
+    found = np.asarray(spec.function(episodes, rewards_K))
+    if found.shape != rewards_K.shape or found.dtype.kind not in "fiub":
+        raise ValueError(
+            f"{spec.estimator} returned {found.dtype} of shape {found.shape}: return an array of "
+            f"one number per turn, of shape {rewards_K.shape}"
+        )
+    values_K = found.astype(np.float64)
+    if not np.isfinite(values_K).all():
+        turn = int(np.argmin(np.isfinite(values_K)))
+        raise ValueError(f"{spec.estimator} returned {values_K[turn]} for turn {turn} of the batch")
+    return values_K, _spread("critic/rewards", values_K)
 
 
 def _sets(spec: CreditSpec, episodes: Episodes, owner_K: Integers | None) -> Integers:
@@ -368,3 +399,32 @@ def _spread(name: str, values: Floats) -> dict[str, float]:
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
     }
+
+
+ESTIMATORS = {
+    "gae": Estimator(_normalized, "reward", critic=True),
+    "reinforce": Estimator(_normalized, "reward"),
+    "agentic_reinforce": Estimator(_normalized, "reward", discounts_turns=True),
+    "step_reinforce": Estimator(_step_reinforce, by_turn=True),
+    "reinforce_plus_plus": Estimator(_normalized, "reward", whitens=True),
+    "reinforce_plus_plus_baseline": Estimator(_less_the_groups_mean, "reward", whitens=True),
+    "grpo": Estimator(
+        _compared(
+            lambda spec, scores_N, groups_N: baselines.grpo(
+                scores_N, groups_N, spec.group_mean, spec.group_std
+            )
+        )
+    ),
+    "rloo": Estimator(_compared(lambda _, scores_N, groups_N: baselines.rloo(scores_N, groups_N))),
+    "dr_grpo": Estimator(
+        _compared(lambda _, scores_N, groups_N: baselines.dr_grpo(scores_N, groups_N))
+    ),
+    "gigpo": Estimator(_gigpo, by_turn=True),
+}
+"""By the name in `algorithm.name`."""
+_OWN = Estimator(_own)
+
+
+def estimator_of(name: str) -> Estimator:
+    """Return the row of this name, or that of functions of the user's."""
+    return ESTIMATORS.get(name, _OWN)

@@ -12,95 +12,20 @@ therefore never changes the gradient.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 KlKind = Literal["k2", "k3"]
 RatioLevel = Literal["token", "segment", "sequence"]
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Vanilla:
-    """REINFORCE: -A lp (Williams 1992). Ratios are not read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ppo:
-    """-min(rho A, clip(rho, 1 - low, 1 + high) A) (Schulman et al. 2017, arXiv 1707.06347).
-
-    At ratio level sequence it is GSPO (arXiv 2507.18071).
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    """c > 1: the loss of a negative advantage is at most -c A.
-
-    Source: Ye et al. 2020, arXiv 1912.09729.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Decoupled(Ppo):
-    """sg(w) * PPO's loss, w = min(exp(old - engine), cap).
-
-    Source: AReaL, Fu et al. 2025, arXiv 2505.24298. The clip is around the policy at the batch's
-    start; the weight corrects for the mixture of policies that sampled.
-    """
-
-    cap: float = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Tis:
-    """-sg(clamp(rho, low, high)) A lp: truncated importance sampling (Ionides 2008)."""
-
-    lower_bound: float = 0.0
-    upper_bound: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Topr:
-    """Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286).
-
-    The formula depends on the sign of the trajectory's score. Positive: -w_pos A lp. Zero or
-    negative: -w_neg sg(clamp(rho, 0, 1)) A lp.
-    """
-
-    positive_weight: float = 1.0
-    negative_weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Cispo:
-    """-sg(clamp(rho, 1 - low, 1 + high)) A lp (MiniMax-M1, arXiv 2506.13585).
-
-    Every token keeps its gradient.
-    """
-
-    epsilon_low: float = 0.1
-    epsilon_high: float = 0.1
-    unified_mask: bool = False
-    """Zero the loss of tokens that PPO's clip would hold.
-
-    These have A > 0 and rho > 1 + high, or A < 0 and rho < 1 - low.
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Kimi15:
-    """-A lp + tau/2 (lp - old)^2 (Kimi k1.5, arXiv 2501.12599), per token: no ratio level."""
-
-    tau: float = 0.1
-
-
-Variant = Vanilla | Ppo | Decoupled | Tis | Topr | Cispo | Kimi15
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +52,200 @@ class LossTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Variant(ABC):
+    """A loss of the actor: its numbers, and its formula per token."""
+
+    reads_ratio: ClassVar[bool] = True
+    """False: the loss has no ratio that could be of another level than token."""
+
+    @abstractmethod
+    def losses(self, tokens: LossTokens, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token, and True where a clip or a clamp has an effect, each [N].
+
+        Args:
+            tokens: of a micro-batch.
+            ratio_N: `importance_ratio` at the configured level, with gradient.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Vanilla(Variant):
+    """REINFORCE: -A lp (Williams 1992). Ratios are not read."""
+
+    reads_ratio: ClassVar[bool] = False
+
+    @override
+    def losses(self, tokens: LossTokens, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        return -tokens.advantages_N * tokens.logprobs_N, _nowhere(ratio_N)
+
+
+@dataclass(frozen=True, slots=True)
+class Ppo(Variant):
+    """-min(rho A, clip(rho, 1 - low, 1 + high) A) (Schulman et al. 2017, arXiv 1707.06347).
+
+    At ratio level sequence it is GSPO (arXiv 2507.18071).
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    """c > 1: the loss of a negative advantage is at most -c A.
+
+    Source: Ye et al. 2020, arXiv 1912.09729.
+    """
+
+    @override
+    def losses(self, tokens: LossTokens, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        a_N = tokens.advantages_N
+        plain_N = -ratio_N * a_N
+        bounded_N = -ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high) * a_N
+        loss_N, clipped_N = torch.maximum(plain_N, bounded_N), bounded_N > plain_N
+        if self.dual_clip is None:
+            return loss_N, clipped_N
+        ceiling_N = -self.dual_clip * a_N
+        beyond_N = (a_N < 0) & (loss_N > ceiling_N)
+        return torch.where(beyond_N, ceiling_N, loss_N), clipped_N | beyond_N
+
+
+@dataclass(frozen=True, slots=True)
+class Decoupled(Ppo):
+    """sg(w) * PPO's loss, w = min(exp(old - engine), cap).
+
+    Source: AReaL, Fu et al. 2025, arXiv 2505.24298. The clip is around the policy at the batch's
+    start; the weight corrects for the mixture of policies that sampled.
+    """
+
+    cap: float = 2.0
+
+    @override
+    def losses(self, tokens: LossTokens, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        loss_N, clipped_N = Ppo.losses(self, tokens, ratio_N)
+        if tokens.engine_logprobs_N is None or tokens.is_weights_N is not None:
+            raise ValueError(
+                "decoupled PPO needs the engine's log-probs, "
+                "and excludes importance weights, which are the same ratio"
+            )
+        weight_N = (tokens.old_logprobs_N - tokens.engine_logprobs_N).exp().clamp(max=self.cap)
+        return weight_N.detach() * loss_N, clipped_N
+
+
+@dataclass(frozen=True, slots=True)
+class Tis(Variant):
+    """-sg(clamp(rho, low, high)) A lp: truncated importance sampling (Ionides 2008)."""
+
+    lower_bound: float = 0.0
+    upper_bound: float = 1.0
+
+    @override
+    def losses(self, tokens: LossTokens, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        fixed_N = ratio_N.detach()
+        weight_N = fixed_N.clamp(self.lower_bound, self.upper_bound)
+        return -weight_N * tokens.advantages_N * tokens.logprobs_N, weight_N != fixed_N
+
+
+@dataclass(frozen=True, slots=True)
+class Topr(Variant):
+    """Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv 2503.14286).
+
+    The formula depends on the sign of the trajectory's score. Positive: -w_pos A lp. Zero or
+    negative: -w_neg sg(clamp(rho, 0, 1)) A lp.
+    """
+
+    positive_weight: float = 1.0
+    negative_weight: float = 1.0
+
+    @override
+    def losses(self, tokens: LossTokens, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        fixed_N = ratio_N.detach()
+        tapered_N, good_N = fixed_N.clamp(0, 1), tokens.score_N > 0
+        weight_N = torch.where(good_N, self.positive_weight, self.negative_weight * tapered_N)
+        loss_N = -weight_N * tokens.advantages_N * tokens.logprobs_N
+        return loss_N, ~good_N & (tapered_N != fixed_N)
+
+
+@dataclass(frozen=True, slots=True)
+class Cispo(Variant):
+    """-sg(clamp(rho, 1 - low, 1 + high)) A lp (MiniMax-M1, arXiv 2506.13585).
+
+    Every token keeps its gradient.
+    """
+
+    epsilon_low: float = 0.1
+    epsilon_high: float = 0.1
+    unified_mask: bool = False
+    """Zero the loss of tokens that PPO's clip would hold.
+
+    These have A > 0 and rho > 1 + high, or A < 0 and rho < 1 - low.
+    """
+
+    @override
+    def losses(self, tokens: LossTokens, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        fixed_N, a_N = ratio_N.detach(), tokens.advantages_N
+        weight_N = fixed_N.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
+        clipped_N = weight_N != fixed_N
+        if self.unified_mask:
+            held_N = torch.where(fixed_N > weight_N, a_N > 0, a_N < 0) & clipped_N
+            weight_N = weight_N * ~held_N
+        return -weight_N * a_N * tokens.logprobs_N, clipped_N
+
+
+@dataclass(frozen=True, slots=True)
+class Kimi15(Variant):
+    """-A lp + tau/2 (lp - old)^2 (Kimi k1.5, arXiv 2501.12599), per token: no ratio level."""
+
+    reads_ratio: ClassVar[bool] = False
+
+    tau: float = 0.1
+
+    @override
+    def losses(self, tokens: LossTokens, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        lp_N = tokens.logprobs_N
+        distance_N = (lp_N - tokens.old_logprobs_N).square()
+        return -tokens.advantages_N * lp_N + self.tau / 2 * distance_N, _nowhere(ratio_N)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLoss(Variant):
+    """A function of the user's: `function(tokens, ratio_N)` returns the loss of each token, [N].
+
+    It may also return `(loss_N, clipped_N)`, so that `actor/clipfrac` counts what it clips.
+    """
+
+    name: str
+    function: Callable[[LossTokens, Tensor], Tensor | tuple[Tensor, Tensor]]
+
+    @override
+    def losses(self, tokens: LossTokens, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.function(tokens, ratio_N)
+        loss_N, clipped_N = found if isinstance(found, tuple) else (found, _nowhere(ratio_N))
+        for value, what in ((loss_N, "loss"), (clipped_N, "clip")):
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if shape != tuple(ratio_N.shape):
+                raise ValueError(
+                    f"{self.name} returned a {what} of shape {shape} for {len(ratio_N)} tokens: "
+                    f"return a tensor with one value per token, {list(ratio_N.shape)}; "
+                    "lossAggMode takes the mean"
+                )
+        return loss_N, clipped_N
+
+
+VARIANTS: Mapping[str, type[Variant]] = {
+    "vanilla": Vanilla,
+    "ppo": Ppo,
+    "decoupled": Decoupled,
+    "tis": Tis,
+    "topr": Topr,
+    "cispo": Cispo,
+    "kimi15": Kimi15,
+}
+"""By the name in `algorithm.pgVariant`. Fields have the names and defaults of the API's."""
+
+
+def _nowhere(ratio_N: Tensor) -> Tensor:
+    return torch.zeros_like(ratio_N, dtype=torch.bool)
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """Per-token values, each [N]."""
 
@@ -142,42 +261,13 @@ def policy_loss(variant: Variant, level: RatioLevel, tokens: LossTokens) -> Poli
 
     Raises:
         ValueError: `Decoupled` without the engine's log-probs, or with importance weights, which
-            are the same ratio.
+            are the same ratio; a function of the user's returns another shape.
     """
     ratio_N = importance_ratio(tokens, level)
-    fixed_N, lp_N, a_N = ratio_N.detach(), tokens.logprobs_N, tokens.advantages_N
-    unclipped_N = torch.zeros_like(fixed_N, dtype=torch.bool)
-    match variant:
-        case Vanilla():
-            loss_N, clipped_N = -a_N * lp_N, unclipped_N
-        case Ppo():
-            loss_N, clipped_N = _ppo(variant, ratio_N, a_N)
-            if isinstance(variant, Decoupled):
-                loss_N = _behaviour_weight(variant, tokens) * loss_N
-        case Tis():
-            weight_N = fixed_N.clamp(variant.lower_bound, variant.upper_bound)
-            loss_N, clipped_N = -weight_N * a_N * lp_N, weight_N != fixed_N
-        case Topr():
-            tapered_N, good_N = fixed_N.clamp(0, 1), tokens.score_N > 0
-            weight_N = torch.where(
-                good_N, variant.positive_weight, variant.negative_weight * tapered_N
-            )
-            loss_N, clipped_N = -weight_N * a_N * lp_N, ~good_N & (tapered_N != fixed_N)
-        case Cispo():
-            weight_N = fixed_N.clamp(1 - variant.epsilon_low, 1 + variant.epsilon_high)
-            clipped_N = weight_N != fixed_N
-            if variant.unified_mask:
-                held_N = torch.where(fixed_N > weight_N, a_N > 0, a_N < 0) & clipped_N
-                weight_N = weight_N * ~held_N
-            loss_N = -weight_N * a_N * lp_N
-        case Kimi15():
-            loss_N, clipped_N = (
-                -a_N * lp_N + variant.tau / 2 * (lp_N - tokens.old_logprobs_N).square(),
-                unclipped_N,
-            )
+    loss_N, clipped_N = variant.losses(tokens, ratio_N)
     if tokens.is_weights_N is not None:
         loss_N = tokens.is_weights_N * loss_N
-    return PolicyLoss(loss_N, fixed_N, clipped_N.detach())
+    return PolicyLoss(loss_N, ratio_N.detach(), clipped_N.detach())
 
 
 def importance_ratio(tokens: LossTokens, level: RatioLevel) -> Tensor:
@@ -257,26 +347,6 @@ def value_loss(
     near_N = values_N.clamp(old_values_N - clip, old_values_N + clip)
     bounded_N = (near_N - returns_N).square() / 2
     return ValueLoss(torch.maximum(plain_N, bounded_N), (bounded_N > plain_N).detach())
-
-
-def _ppo(variant: Ppo, ratio_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, Tensor]:
-    plain_N = -ratio_N * advantages_N
-    bounded_N = -ratio_N.clamp(1 - variant.clip_low, 1 + variant.clip_high) * advantages_N
-    loss_N, clipped_N = torch.maximum(plain_N, bounded_N), bounded_N > plain_N
-    if variant.dual_clip is None:
-        return loss_N, clipped_N
-    ceiling_N = -variant.dual_clip * advantages_N
-    beyond_N = (advantages_N < 0) & (loss_N > ceiling_N)
-    return torch.where(beyond_N, ceiling_N, loss_N), clipped_N | beyond_N
-
-
-def _behaviour_weight(variant: Decoupled, tokens: LossTokens) -> Tensor:
-    if tokens.engine_logprobs_N is None or tokens.is_weights_N is not None:
-        raise ValueError(
-            "decoupled PPO needs the engine's log-probs, "
-            "and excludes importance weights, which are the same ratio"
-        )
-    return (tokens.old_logprobs_N - tokens.engine_logprobs_N).exp().clamp(max=variant.cap).detach()
 
 
 def _run_means(values_N: Tensor, *keys_N: Tensor) -> Tensor:

@@ -35,13 +35,11 @@ from numpy.typing import NDArray
 from agenticrun_workers.algorithms import kernels
 from agenticrun_workers.algorithms.compiled import run
 from agenticrun_workers.algorithms.correction import CorrectionSpec, correct, correction_metrics
-from agenticrun_workers.algorithms.credit import Estimator, Kind
+from agenticrun_workers.algorithms.credit import Estimator, Kind, estimator_of
 from agenticrun_workers.algorithms.kernels import NOTHING, Discounts, TokenRewards, Values
 from agenticrun_workers.algorithms.kl import KL_CODES, KlKind
 from agenticrun_workers.algorithms.normalization import Reduce, moments, rescale, token_moments
 from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, column_sums
-
-ALWAYS_WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenSpec:
-    estimator: Estimator = "grpo"
+    estimator: str = "grpo"
+    """A row of `credit.ESTIMATORS`, or a function of the user's."""
     gamma: float = 1.0
     lambd: float = 0.95
     turn_level: bool = False
@@ -81,13 +80,18 @@ class TokenSpec:
     correction: CorrectionSpec | None = None
 
     @property
+    def row(self) -> Estimator:
+        """Return the facts about the estimator."""
+        return estimator_of(self.estimator)
+
+    @property
     def discounts(self) -> Discounts:
         """Return the discounts of the recurrence above."""
-        lambd = self.lambd if self.estimator == "gae" else 1.0
+        critic = self.row.critic
         return Discounts(
             self.gamma,
-            lambd,
-            self.estimator == "agentic_reinforce" or (self.estimator == "gae" and self.turn_level),
+            self.lambd if critic else 1.0,
+            self.row.discounts_turns or (critic and self.turn_level),
         )
 
 
@@ -257,7 +261,7 @@ def _discount(
     totals_N4: Floats,
 ) -> NDArray[np.float32] | None:
     """Fill the advantages and their totals; return the critic's target, None without a critic."""
-    gae = spec.estimator == "gae"
+    gae = spec.row.critic
     values_L = _given(tokens.values_L, "values_L", "gae") if gae else NOTHING
     returns_L = np.empty(len(values_L), np.float32)
     bootstrap_N = (
@@ -299,13 +303,13 @@ def _whiten_and_clip(
     count, advantages, values, _ = reduce(totals)
     tokens = max(count, 1.0)
     metrics = {"critic/advantages/mean": float(advantages / tokens)}
-    if spec.estimator == "gae":
+    if spec.row.critic:
         metrics |= {
             "critic/returns/mean": float((advantages + values) / tokens),
             "critic/values/mean": float(values / tokens),
         }
     clipped = 0
-    if spec.whiten_advantages or spec.estimator in ALWAYS_WHITENED:
+    if spec.whiten_advantages or spec.row.whitens:
         over_ranks = token_moments(totals[0], totals[1], advantages_L, mask_L, cu_N1, reduce)
         metrics["critic/advantages/std"] = over_ranks.std
         clipped = rescale(

@@ -21,7 +21,7 @@ from agenticrun_api import AgenticRun
 
 REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 """`module:Class`."""
-PLUG_IN_KEYS = ("type", "run")
+PLUG_IN_KEYS = ("type", "run", "name", "pgVariant")
 """Keys of the run whose value must be found, if it has the form of a reference."""
 IMAGE_EXTRAS = ("workers", "megatron", "deepspeed")
 """Our own extras that the worker image installs."""

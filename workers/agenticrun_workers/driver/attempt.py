@@ -33,6 +33,7 @@ from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import GroupPlan
 from agenticrun_workers.rollout.recording import record_or_replay
 from agenticrun_workers.tracing import EPISODES_RUNNING
+from agenticrun_workers.trainer.own_functions import check_own_functions
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class AttemptRunner:
             await asyncio.to_thread(
                 record_attempt, self.output, self.run, self.attempt.number, self.code
             )
+            await asyncio.to_thread(check_own_functions, self.run.spec.pipeline)
             message = await self._train(progress)
             report = _report(Outcome.SUCCEEDED, Reason.RUN_SUCCEEDED, message, retryable=False)
         except asyncio.CancelledError:

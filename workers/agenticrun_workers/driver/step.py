@@ -21,13 +21,20 @@ from typing import Any, Protocol
 import numpy as np
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.algorithms.credit import Credit, CreditSpec, Episodes, assign_credit
+from agenticrun_workers.algorithms.credit import (
+    ESTIMATORS,
+    Credit,
+    CreditSpec,
+    Episodes,
+    assign_credit,
+)
 from agenticrun_workers.algorithms.kl import KlController, mean_kl
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.driver.metrics import Metrics, Stopwatch, gap_metrics
 from agenticrun_workers.driver.trainer_group import Advantages
 from agenticrun_workers.rollout.groups import EpisodeResult, Group
 from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
+from agenticrun_workers.trainer.own_functions import own_estimator
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey
 
 
@@ -199,7 +206,11 @@ def episodes_of(
 
 
 def credit_spec(pipeline: Pipeline) -> CreditSpec:
-    """Translate the fields of `spec.pipeline` that decide about credit."""
+    """Translate the fields of `spec.pipeline` that decide about credit.
+
+    Raises:
+        InvalidConfig: a function of the user's cannot be used.
+    """
     algorithm, normalization = pipeline.algorithm, pipeline.reward_normalization
     truncated = algorithm.truncated
     return CreditSpec(
@@ -218,6 +229,7 @@ def credit_spec(pipeline: Pipeline) -> CreditSpec:
         step_reward_gamma=algorithm.step_reward_gamma,
         episode_reward_weight=algorithm.episode_reward_weight,
         step_reward_weight=algorithm.step_reward_weight,
+        function=None if algorithm.name in ESTIMATORS else own_estimator(algorithm),
     )
 
 

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from agenticrun_workers.algorithms.losses import (
     Aggregation,
-    Kimi15,
     KlKind,
     LossTokens,
     PolicyLoss,
     Ppo,
     RatioLevel,
     StepTotals,
-    Vanilla,
     Variant,
     kl_loss,
     policy_loss,
@@ -64,7 +62,7 @@ class LossSpec:
     """Temperature of sampling: log-probs and entropies are those of logits / temperature."""
 
     def __post_init__(self) -> None:
-        if self.ratio != "token" and isinstance(self.variant, Vanilla | Kimi15):
+        if self.ratio != "token" and not self.variant.reads_ratio:
             raise ValueError(
                 f"the loss {type(self.variant).__name__} has no ratio "
                 f"that could be of level {self.ratio}"

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from agenticrun_api import Pipeline
-from agenticrun_api import algorithm as api
-from agenticrun_api.algorithm import Algorithm
+from agenticrun_api.algorithm import Algorithm, loss_of
 from agenticrun_api.training import Training
 from agenticrun_workers.algorithms.correction import CorrectionSpec, FilterSpec, WeightSpec
-from agenticrun_workers.algorithms.losses import (
-    Cispo,
-    Decoupled,
-    Kimi15,
-    Ppo,
-    Tis,
-    Topr,
-    Vanilla,
-    Variant,
-)
+from agenticrun_workers.algorithms.losses import VARIANTS, Variant
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.batch import optimizer_steps_per_batch
 from agenticrun_workers.trainer.critic import ValueLossSpec
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
+from agenticrun_workers.trainer.own_functions import own_loss
 
 
 def needs_old_logprobs(pipeline: Pipeline) -> bool:
@@ -33,7 +26,7 @@ def needs_old_logprobs(pipeline: Pipeline) -> bool:
     return pipeline.old_log_probs == "Recompute" and (
         optimizer_steps_per_batch(pipeline) > 1
         or algorithm.reward_kl is not None
-        or algorithm.pg_variant == "decoupled"
+        or loss_of(algorithm.pg_variant).weighs_engine
         or pipeline.train_infer_correction is not None
     )
 
@@ -48,7 +41,11 @@ def loss_temperature(pipeline: Pipeline) -> float:
 
 
 def loss_spec(pipeline: Pipeline) -> LossSpec:
-    """Translate the policy loss."""
+    """Translate the policy loss.
+
+    Raises:
+        InvalidConfig: a function of the user's cannot be used.
+    """
     algorithm = pipeline.algorithm
     return LossSpec(
         variant=_variant(algorithm),
@@ -113,27 +110,17 @@ def optimizer_spec(pipeline: Pipeline, training: Training) -> OptimizerSpec:
 
 
 def _variant(algorithm: Algorithm) -> Variant:
-    match algorithm.pg_variant:
-        case "vanilla":
-            return Vanilla()
-        case "ppo":
-            return Ppo(algorithm.pg_clip_low, algorithm.pg_clip_high, algorithm.dual_clip)
-        case "decoupled":
-            cap = (algorithm.decoupled or api.Decoupled()).cap
-            return Decoupled(
-                algorithm.pg_clip_low, algorithm.pg_clip_high, algorithm.dual_clip, cap
-            )
-        case "tis":
-            tis = algorithm.tis or api.Tis()
-            return Tis(tis.lower_bound, tis.upper_bound)
-        case "topr":
-            topr = algorithm.topr or api.Topr()
-            return Topr(topr.positive_weight, topr.negative_weight)
-        case "cispo":
-            cispo = algorithm.cispo or api.Cispo()
-            return Cispo(cispo.epsilon_low, cispo.epsilon_high, cispo.unified_mask)
-        case "kimi15":
-            return Kimi15((algorithm.kimi15 or api.Kimi15()).tau)
+    kind = VARIANTS.get(algorithm.pg_variant)
+    if kind is None:
+        return own_loss(algorithm)
+    own = getattr(algorithm, algorithm.pg_variant, None)  # such as `algorithm.tis`
+    given = {
+        "clip_low": algorithm.pg_clip_low,
+        "clip_high": algorithm.pg_clip_high,
+        "dual_clip": algorithm.dual_clip,
+        **(dict(own) if own is not None else {}),
+    }
+    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
 
 
 def _correction(pipeline: Pipeline) -> CorrectionSpec | None:
