@@ -18,7 +18,7 @@ Bound = Annotated[float, Field(gt=0, le=1e6)]
 Over = Literal["batch", "group", "none"]
 
 REFERENCE = "^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$"
-"""`module:function` of a function of your own."""
+"""`module:function` or `module:Class` of your own."""
 
 
 @dataclass(frozen=True)

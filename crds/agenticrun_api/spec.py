@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 from pydantic.alias_generators import to_snake
 
-from agenticrun_api.base import Count, Model, Name, Open, Quantity, Rule, refused
+from agenticrun_api.algorithm import REFERENCE
+from agenticrun_api.base import Count, Model, Name, Open, PlugIn, Quantity, Rule, refused
 from agenticrun_api.names import CHECKPOINT_DIR, CODE_DIR, PACKAGES_DIR, Role
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
 from agenticrun_api.quantities import some_bytes
@@ -468,9 +469,31 @@ class Tracking(Model):
     written.
     """
 
+    RULES = (
+        Rule(
+            f"!has(self.custom) || self.custom.matches('{REFERENCE}')",
+            "custom is module:Class of your own",
+            ".custom",
+            lambda t: t.custom is None or re.fullmatch(REFERENCE, t.custom) is not None,
+            value_cel="self.custom",
+            value=lambda t: str(t.custom),
+        ),
+        Rule(
+            "has(self.custom) || !has(self.customConfig)",
+            "customConfig is for custom: set custom: module:Class, or leave it out",
+            ".customConfig",
+            lambda t: t.custom is not None or t.custom_config is None,
+        ),
+    )
+
     tensorboard: bool = True
     """Write TensorBoard events to the folder `tensorboard` of the run's output."""
     wandb: Wandb | None = None
+    custom: PlugIn | None = None
+    """A tracker of your own, as module:Class."""
+    custom_config: Open | None = None
+    """Keyword arguments of your own tracker. Put keys and tokens into roles.driver.env or envFrom,
+    not here."""
     console: bool = True
     """One line per step in the driver's log."""
     sample_logs: Annotated[int, Field(ge=0, le=64)] = 1

@@ -27,20 +27,25 @@ def sapo(
     return -4 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1)) * a_N
 
 
-def over_median(episodes: Episodes, rewards_K: np.ndarray, scale: float = 1.0) -> np.ndarray:
-    """Score minus the median of the group, which one lucky episode does not move.
+def blended(episodes: Episodes, rewards_K: np.ndarray, share: float = 0.5) -> np.ndarray:
+    """Score minus a baseline between the mean of the group and that of the batch.
+
+    The mean of a small group is noisy; that of the batch does not know how hard the level is.
 
     Args:
         episodes: N trajectories with K turns.
         rewards_K: after penalties, clip and KL; without rewardPlacement turn, the score is on the
             last turn.
+        share: weight of the batch's mean.
 
     Returns:
         the advantage of each turn's tokens, [K].
     """
     scores_N = segment_sums(rewards_K, episodes.cu_turns_N1)
-    medians_N = np.empty_like(scores_N)
+    means_N = np.empty_like(scores_N)
     for group in np.unique(episodes.groups_N):
         members_N = episodes.groups_N == group
-        medians_N[members_N] = np.median(scores_N[members_N])
-    return scale * (scores_N - medians_N)[owners(episodes.cu_turns_N1)]
+        means_N[members_N] = scores_N[members_N].mean()
+    advantages_N = scores_N - share * scores_N.mean() - (1 - share) * means_N
+    turns_K: np.ndarray = advantages_N[owners(episodes.cu_turns_N1)]
+    return turns_K

@@ -26,6 +26,7 @@ from agenticrun_api.spec import (
     InitializeModel,
     ModelSpec,
     PipCode,
+    Tracking,
     VolumeClaim,
 )
 from agenticrun_api.training import ActorTrain, Critic, Eval, Generating, Warmup, WeightSync
@@ -378,6 +379,20 @@ RULE_CASES: tuple[RuleCase, ...] = (
         f"{_P}.actorTrain.lora",
         ((f"{_P}.actorTrain", {"strategy": {"name": "megatron"}, "lora": {"rank": 4}}),),
         ((f"{_P}.actorTrain", {"strategy": {"name": "deepspeed"}, "lora": {"rank": 4}}),),
+    ),
+    RuleCase(
+        Tracking,
+        "custom is module:Class",
+        "spec.tracking.custom",
+        (("spec.tracking", {"custom": "mlflow"}),),
+        (("spec.tracking", {"custom": "trackers:Mlflow", "customConfig": {"uri": "x"}}),),
+    ),
+    RuleCase(
+        Tracking,
+        "customConfig is for custom",
+        "spec.tracking.customConfig",
+        (("spec.tracking", {"customConfig": {}}),),
+        (("spec.tracking", {"custom": "my.trackers:Mlflow"}),),
     ),
     RuleCase(
         WeightSync,

@@ -124,10 +124,11 @@ class Registry(Generic[T]):
         return factory
 
 
-def bound(name: str, config: Mapping[str, Any], arguments: int) -> Callable[..., Any]:
-    """Return a user's `module:function` with the camelCase keys of its config as keywords.
+def bound(name: str, config: Mapping[str, Any], arguments: int) -> partial[Any]:
+    """Return a user's `module:function` or `module:Class` with its config as keyword arguments.
 
     Args:
+        config: its camelCase keys become snake_case.
         arguments: number of positional arguments that the caller will give.
 
     Raises:

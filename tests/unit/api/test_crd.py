@@ -100,7 +100,7 @@ def test_only_fields_that_hold_foreign_objects_are_open() -> None:
         if node.get("x-kubernetes-preserve-unknown-fields")
     }
     assert {path.rsplit(".", 1)[1] for path in open_fields} == {
-        "config", "estimatorConfig", "lossConfig", "chatTemplateArgs",
+        "config", "estimatorConfig", "lossConfig", "customConfig", "chatTemplateArgs",
         "affinity", "tolerations[]", "env[]", "envFrom[]", "volumes[]", "volumeMounts[]",
         "spec", "containers[]", "initContainers[]",
     }  # fmt: skip

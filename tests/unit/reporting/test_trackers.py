@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from agenticrun_api import AgenticRun
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.reporting.display import step_line, validation_line
-from agenticrun_workers.reporting.trackers import Tolerated, build_trackers
+from agenticrun_workers.reporting.trackers import Tolerated, build_trackers, custom_tracker
 
 STEP = {
     "rollout/score/mean": 0.25,
@@ -147,3 +152,103 @@ def test_failures_are_told_once_until_the_tracker_works_again(
         lines(caplog)
         == ["metrics.jsonl does not accept metrics: OSError: No space left on device"] * 2
     )
+
+
+OWN = """
+class Own:
+    def __init__(self, run, unit="s"):
+        if unit == "fails":
+            raise OSError("no server")
+        self.lines = run.folder / "own.txt"
+        self.write(run.name, run.id, run.resume_step, sorted(run.config), unit)
+
+    def write(self, *words):
+        with self.lines.open("a") as file:
+            file.write(f"{words}\\n")
+
+    def log(self, step, metrics):
+        self.write(step, metrics["time/step"])
+
+    def close(self):
+        self.write("closed")
+
+
+class Half:
+    def __init__(self, run):
+        pass
+
+    def log(self, step, metrics):
+        pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_trackers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("own")
+def test_a_tracker_of_the_users_gets_the_run_its_config_and_every_step(
+    make_run: Callable[..., AgenticRun], tmp_path: Path
+) -> None:
+    run = make_run("uid-1", custom="own_trackers:Own", customConfig={"unit": "min"})
+    for tracker in build_trackers(run, tmp_path, resume_step=4, max_steps=lambda: 10):
+        tracker.log(5, STEP)
+        tracker.close()
+    assert (tmp_path / "own.txt").read_text().splitlines() == [
+        "('lake', 'uid-1', 4, ['model', 'pipeline'], 'min')",
+        "(5, 1.2)",
+        "('closed',)",
+    ]
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("tracking", "problem"),
+    [
+        ({"custom": "absent:Own"}, "importing absent failed"),
+        ({"custom": "own_trackers:Absent"}, "own_trackers has no Absent"),
+        ({"custom": "own_trackers:Half"}, "own_trackers:Half has no method close"),
+        ({"custom": "own_trackers:Own", "customConfig": {"Url": ""}}, "unexpected keyword"),
+    ],
+)
+def test_a_tracker_that_can_never_work_fails_the_run_before_it_starts(
+    make_run: Callable[..., AgenticRun], tracking: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=problem) as caught:
+        custom_tracker(make_run(**tracking))
+    assert caught.value.path == "spec.tracking.custom"
+
+
+@pytest.mark.usefixtures("own")
+def test_a_tracker_whose_server_does_not_answer_is_left_out(
+    make_run: Callable[..., AgenticRun], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(custom="own_trackers:Own", customConfig={"unit": "fails"})
+    for tracker in build_trackers(run, tmp_path, resume_step=0, max_steps=lambda: 10):
+        tracker.close()
+    assert lines(caplog) == ["the run trains without own_trackers:Own: OSError: no server"]
+
+
+@pytest.mark.parametrize("name", ["Mlflow", "Trackio", "Swanlab"])
+def test_the_trackers_of_the_examples_pass_every_step_on_and_end_their_run(
+    name: str,
+    make_run: Callable[..., AgenticRun],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their libraries are not installed here; docs/tracking.md says which versions were tried."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples/trackers"))
+    monkeypatch.setenv("TRACKIO_DIR", "")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "")
+    library = MagicMock()
+    library.search_runs.return_value = [SimpleNamespace(info=SimpleNamespace(run_id="before"))]
+    monkeypatch.setitem(sys.modules, name.lower(), library)
+    run = make_run("uid-1", custom=f"trackers:{name}", tensorboard=False, console=False)
+    for tracker in build_trackers(run, tmp_path, resume_step=0, max_steps=lambda: 10):
+        tracker.log(5, STEP)
+        tracker.close()
+    calls = [str(call) for call in library.mock_calls]
+    assert sum("'time/step': 1.2" in call for call in calls) == 1
+    assert any("finish()" in call or "end_run()" in call for call in calls)

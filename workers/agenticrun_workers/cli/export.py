@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli.common import Changes, RunFile, give_up, load, look_in
 
 Checkpoint = Annotated[
@@ -31,12 +32,24 @@ def export(
             file_okay=False,
         ),
     ],
+    push: Annotated[
+        str | None,
+        typer.Option(
+            "--push",
+            metavar="OWNER/NAME",
+            help="Also push the folder to this repository of the Hugging Face Hub, with HF_TOKEN.",
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="With --push: a new repository is public.")
+    ] = False,
     changes: Changes = None,
 ) -> None:
     """Write the policy of a checkpoint as a Hugging Face folder: weights, config and tokenizer.
 
     AutoModelForCausalLM, vLLM and similar tools can load it. The command does not start Ray.
-    Exit codes: 0 written, 2 the folder is not empty, 64 run or checkpoint cannot be used.
+    Exit codes: 0 written, 1 the Hub does not take it, 2 the folder is not empty, 64 run or
+    checkpoint cannot be used.
     """
     loaded = load(file, changes)
     if output.exists() and any(output.iterdir()):
@@ -45,9 +58,31 @@ def export(
     look_in(file.parent)
     from agenticrun_workers.driver.export import export_checkpoint
     from agenticrun_workers.errors import InvalidConfig
+    from agenticrun_workers.models import hub
 
     try:
+        if push:  # first, because an export of a large model takes minutes
+            hub.create_repository(push, private=not public)
         step = export_checkpoint(loaded, checkpoint, output)
     except InvalidConfig as error:
         give_up(str(error))
+    except hub.HubError as error:
+        typer.echo(f"--push: {error}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from error
     typer.echo(f"{output}: the policy after {step} steps")
+    if push:
+        _push(output, push, f"{loaded.metadata.name}: the policy after {step} steps")
+
+
+def _push(folder: Path, repository: str, message: str) -> None:
+    from agenticrun_workers.models import hub
+
+    try:
+        typer.echo(hub.push(folder, repository, message))
+    except hub.HubError as error:
+        typer.echo(
+            f"--push: {error}\nThe folder is complete: try again with "
+            f"`hf upload {repository} {folder}`",
+            err=True,
+        )
+        raise typer.Exit(ExitCode.FAILED) from error

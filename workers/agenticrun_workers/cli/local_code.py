@@ -21,7 +21,7 @@ from agenticrun_api import AgenticRun
 
 REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 """`module:Class`."""
-PLUG_IN_KEYS = ("type", "run", "name", "pgVariant")
+PLUG_IN_KEYS = ("type", "run", "name", "pgVariant", "custom")
 """Keys of the run whose value must be found, if it has the form of a reference."""
 IMAGE_EXTRAS = ("workers", "megatron", "deepspeed")
 """Our own extras that the worker image installs."""
@@ -78,7 +78,11 @@ def find_local_code(run: AgenticRun, folder: Path, extra: Set[str] = frozenset()
     """
     importlib.invalidate_caches()
     code = LocalCode(folder.resolve())
-    for place, key, value in _strings(run.spec.pipeline.model_dump(by_alias=True), "spec.pipeline"):
+    tracker = run.spec.tracking.model_dump(by_alias=True, include={"custom", "custom_config"})
+    for place, key, value in (
+        *_strings(run.spec.pipeline.model_dump(by_alias=True), "spec.pipeline"),
+        *_strings(tracker, "spec.tracking"),
+    ):
         if REFERENCE.fullmatch(value):
             module = value.partition(":")[0]
             if _add_module(code, module, place, extra, required=key in PLUG_IN_KEYS):

@@ -27,7 +27,7 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import ActorDied, Launcher
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 from agenticrun_workers.reporting.run_folder import record_attempt
-from agenticrun_workers.reporting.trackers import build_trackers
+from agenticrun_workers.reporting.trackers import build_trackers, custom_tracker
 from agenticrun_workers.rollout.controller import RolloutController
 from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import GroupPlan
@@ -82,6 +82,7 @@ class AttemptRunner:
                 record_attempt, self.output, self.run, self.attempt.number, self.code
             )
             await asyncio.to_thread(check_own_functions, self.run.spec.pipeline)
+            await asyncio.to_thread(custom_tracker, self.run)
             message = await self._train(progress)
             report = _report(Outcome.SUCCEEDED, Reason.RUN_SUCCEEDED, message, retryable=False)
         except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""Trackers of metrics: metrics.jsonl always; TensorBoard, W&B and the log by `spec.tracking`."""
+"""Trackers of metrics: metrics.jsonl always; others by `spec.tracking`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from agenticrun_api import AgenticRun, InvalidRun
 from agenticrun_api.spec import Wandb
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.plugins import PluginError, bound
 from agenticrun_workers.reporting.display import ConsoleTracker
 
 log = logging.getLogger(__name__)
@@ -31,6 +34,7 @@ def build_trackers(
     Raises:
         InvalidRun: `spec.tracking` can never work. Other failures are logged, and the run
             trains without that tracker.
+        InvalidConfig: see `custom_tracker`.
     """
     tracking = run.spec.tracking
     makers: dict[str, Callable[[], Tracker]] = {
@@ -42,6 +46,11 @@ def build_trackers(
         makers["TensorBoard"] = lambda: TensorBoardTracker(output / "tensorboard", resume_step)
     if (wandb := tracking.wandb) is not None:
         makers["W&B"] = lambda: WandbTracker(run, wandb, output, run_id(run, output))
+    if (custom := custom_tracker(run)) is not None:
+        tracked = TrackedRun(
+            run.metadata.name, run_id(run, output), output, _config(run), resume_step
+        )
+        makers[str(tracking.custom)] = lambda: custom(tracked)
     trackers: list[Tracker] = []
     for name, make in makers.items():
         try:
@@ -53,6 +62,44 @@ def build_trackers(
         except Exception as error:  # a tracker never stops training
             log.warning("the run trains without %s: %s: %s", name, type(error).__name__, error)
     return trackers
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """Facts about a run for a tracker of the user's, which gets it as its first argument."""
+
+    name: str
+    id: str
+    """The same for all attempts of the run: a tracker continues where an attempt ended."""
+    folder: Path
+    """The output folder of the run, for trackers that write files."""
+    config: dict[str, Any]
+    """`model` and `pipeline` of the spec, without roles, which may hold secrets."""
+    resume_step: int
+    """Later steps of an earlier attempt are logged again; 0 at the start."""
+
+
+def custom_tracker(run: AgenticRun) -> Callable[[TrackedRun], Tracker] | None:
+    """Return the class of the user's tracker with its config; None without one.
+
+    Raises:
+        InvalidConfig: the class cannot be found, lacks a method, or does not take the config.
+    """
+    tracking = run.spec.tracking
+    if tracking.custom is None:
+        return None
+    try:
+        made = bound(tracking.custom, tracking.custom_config or {}, arguments=1)
+    except PluginError as error:
+        raise InvalidConfig(CUSTOM_FIELD, str(error)) from error
+    lacking = [name for name in ("log", "close") if not hasattr(made.func, name)]
+    if isinstance(made.func, type) and lacking:
+        raise InvalidConfig(
+            CUSTOM_FIELD,
+            f"{tracking.custom} has no method {' and no method '.join(lacking)}: a tracker has "
+            "log(step, metrics) and close()",
+        )
+    return made
 
 
 class Tolerated:
@@ -173,6 +220,7 @@ INIT_SECONDS = 30.0
 FINISH_SECONDS = 60
 """Wait for uploads at the end of a run; `wandb sync` sends the rest."""
 FIELD = "spec.tracking.wandb"
+CUSTOM_FIELD = "spec.tracking.custom"
 
 
 class WandbTracker:
@@ -216,7 +264,7 @@ class WandbTracker:
                 name=run.metadata.name,
                 resume="allow",
                 dir=str(folder),
-                config={"model": run.spec.model.to_dict(), "pipeline": run.spec.pipeline.to_dict()},
+                config=_config(run),
                 allow_val_change=True,
                 settings=wandb.Settings(
                     console="off",  # the driver has its own log and display
@@ -236,6 +284,10 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _config(run: AgenticRun) -> dict[str, Any]:
+    return {"model": run.spec.model.to_dict(), "pipeline": run.spec.pipeline.to_dict()}
 
 
 def run_id(run: AgenticRun, output: Path) -> str:
