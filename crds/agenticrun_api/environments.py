@@ -58,8 +58,8 @@ class EnvSpec(Model):
     tag: Tag
     """Name of this entry: in `trainEnvs`, `valEnvs`, `rewards` and metrics (`env/<tag>/...`)."""
     type: PlugIn
-    """frozen_lake, sokoban, webshop, math, python_tool, gymnasium, openenv, mcp, or `module:Class`
-    from spec.code or the image."""
+    """frozen_lake, sokoban, webshop, math, python_tool, gymnasium, openenv, mcp, reasoning_gym,
+    textarena, or `module:Class` from spec.code or the image."""
     config: Open = {}
     """Keyword arguments of the environment."""
     dataset: DatasetSpec | None = None

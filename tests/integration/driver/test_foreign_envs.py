@@ -1,6 +1,6 @@
-"""Environments of other libraries: their real servers, and the examples with them train a step.
+"""Environments of other libraries: the real ones, and the examples with them train a step.
 
-OpenEnv has an environment of its own, which uv makes and keeps in its cache.
+uv installs what our environment does not have, and keeps it in its cache.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
 
 from agenticrun_workers.envs import Env, EnvCalls, EnvFault, make_env
 from agenticrun_workers.envs.checking import Verdict, check_env
+from agenticrun_workers.envs.env import EnvConfigError
 from agenticrun_workers.types import Stream
 from example_runs import EXAMPLES, shrunk, train_a_step
 from waiting import eventually
@@ -32,11 +34,8 @@ def openenv_python() -> list[str]:
     """The command that runs Python with OpenEnv."""
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert uv is not None, "uv is a dependency of the extra dev: run make setup"
-    (package,) = {
-        word for word in (EXAMPLES / "openenv/agenticrun.yaml").read_text().split() if "==" in word
-    }
     python = [uv, "run", "--quiet", "--no-project", "--python", sys.executable]
-    python += ["--with", package, "python"]
+    python += ["--with", required("openenv/agenticrun.yaml"), "python"]
     made = subprocess.run([*python, "-c", "import openenv"], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     return python
@@ -67,6 +66,34 @@ def answers(url: str) -> bool:
             return True
     except OSError:
         return False
+
+
+@pytest.fixture(scope="module")
+def packages() -> Iterator[None]:
+    """TextArena and reasoning-gym, behind our own packages, as `spec.code.pip` installs them."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert uv is not None
+    before = list(sys.path)
+    for name in ("reasoning-gym", "textarena"):
+        package = required(f"{name}.yaml")
+        command = [uv, "run", "--quiet", "--no-project", "--python", sys.executable]
+        program = f"import {name.replace('-', '_')} as m; print(m.__path__[0])"
+        made = subprocess.run(
+            [*command, "--with", package, "python", "-W", "ignore", "-c", program],
+            capture_output=True,
+            text=True,
+        )
+        assert made.returncode == 0, made.stderr
+        sys.path.append(str(Path(made.stdout.splitlines()[-1]).parent))
+    yield
+    sys.path[:] = before
+
+
+def required(example: str) -> str:
+    """The package with its version that an example names."""
+    words = (EXAMPLES / example).read_text().split()
+    (package,) = {word for word in words if "==" in word and "[" not in word}
+    return package
 
 
 @asynccontextmanager
@@ -178,3 +205,75 @@ async def test_a_server_of_the_library_over_http(monkeypatch: pytest.MonkeyPatch
         finally:
             await CALLS.close(env)
             server.terminate()
+
+
+@pytest.mark.parametrize("name", ["reasoning-gym", "textarena"])
+@pytest.mark.usefixtures("packages")
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+async def test_the_examples_of_libraries_train(name: str, tmp_path: Path) -> None:
+    await train_a_step(shrunk(f"{name}.yaml"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("type", "config"),
+    [
+        ("reasoning_gym", {"dataset": "chain_sum"}),
+        ("reasoning_gym", {"dataset": "leg_counting"}),
+        ("textarena", {"id": "GuessTheNumber-v0", "actions": ["[3]", "4"]}),
+        ("textarena", {"id": "Mastermind-v0"}),
+    ],
+)
+@pytest.mark.usefixtures("packages")
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_check_env_finds_nothing_in_libraries(type: str, config: dict[str, Any]) -> None:
+    report = check_env(type, config, seeds=5)
+    report.assert_ok()
+    assert report.findings["odd answers"].verdict is Verdict.OK
+
+
+@pytest.mark.usefixtures("packages")
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_a_question_is_scored_by_its_library_and_splits_share_none() -> None:
+    env: Any = make_env("reasoning_gym", {"dataset": "chain_sum", "answerPattern": r"<a>(.*)</a>"})
+    question = env.reset(3, Stream.TRAIN)
+    right_answer = env._entry["answer"]
+    result = env.step(f"it is <a> {right_answer} </a>")
+    assert (result.reward, result.terminated, result.metrics["success"]) == (1.0, True, 1.0)
+    env.reset(3, Stream.TRAIN)
+    assert env.step(right_answer).metrics["action_is_valid"] == 0.0
+    assert question not in {env.reset(seed, Stream.VALIDATION) for seed in range(50)}
+
+
+@pytest.mark.usefixtures("packages")
+async def test_a_game_is_won_and_an_invalid_move_is_refused() -> None:
+    env: Any = make_env("textarena", {"id": "GuessTheNumber-v0", "kwargs": {"max_number": 4}})
+    assert "between 1 and 4" in env.reset(5, Stream.TRAIN)
+    refused = env.step("nothing")
+    assert refused.metrics["action_is_valid"] == 0.0
+    assert "invalid move" in refused.observation
+    results = []
+    for guess in range(1, 5):
+        results.append(env.step(str(guess)))
+        if results[-1].terminated:
+            break
+    assert results[-1].reward == 1.0
+    assert results[-1].metrics["success"] == 1.0
+    assert all(result.metrics["action_is_valid"] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("type", "config", "message"),
+    [
+        ("reasoning_gym", {"dataset": "chain_sums"}, "dataset 'chain_sums': .* not registered"),
+        ("reasoning_gym", {"dataset": "chain_sum", "params": {"a": 1}}, "unexpected keyword"),
+        ("textarena", {"id": "TicTacToe-v0"}, "not a game for one player"),
+        ("textarena", {"id": "NoGame-v0"}, "cannot make 'NoGame-v0'"),
+    ],
+)
+@pytest.mark.usefixtures("packages")
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_mistakes_in_the_config_of_libraries(
+    type: str, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EnvConfigError, match=message):
+        make_env(type, config)

@@ -22,8 +22,10 @@ from agenticrun_workers.envs.math import MathEnv, MathSingleStep
 from agenticrun_workers.envs.mcp import McpTools
 from agenticrun_workers.envs.openenv import make_openenv
 from agenticrun_workers.envs.python_tool import PythonTool
+from agenticrun_workers.envs.reasoning_gym import ReasoningGym
 from agenticrun_workers.envs.service import EnvironmentService
 from agenticrun_workers.envs.sokoban import Sokoban
+from agenticrun_workers.envs.textarena import TextArena
 from agenticrun_workers.envs.webshop import WebShop
 
 __all__ = [
@@ -43,11 +45,13 @@ __all__ = [
     "McpTools",
     "MetricMode",
     "PythonTool",
+    "ReasoningGym",
     "Renders",
     "Sokoban",
     "Start",
     "StepResult",
     "TakesItem",
+    "TextArena",
     "WebShop",
     "make_env",
     "make_openenv",

@@ -24,7 +24,13 @@ from agenticrun_workers.envs.calls import one_line
 from agenticrun_workers.envs.env import EnvFault, StepResult, register_env
 from agenticrun_workers.envs.gym import placeholders
 from agenticrun_workers.envs.python_tool import shortened
-from agenticrun_workers.envs.remote import Patience, checked_url, uses_proxy, with_secrets
+from agenticrun_workers.envs.remote import (
+    Patience,
+    checked_package,
+    checked_url,
+    uses_proxy,
+    with_secrets,
+)
 from agenticrun_workers.envs.tool_calls import Invalid, Tool, ToolBox, as_json, as_text
 from agenticrun_workers.seeds import VALIDATION_SEEDS
 from agenticrun_workers.types import StopReason, Stream
@@ -99,7 +105,7 @@ class McpTools:
         if result_characters < 1:
             raise ValueError(f"resultCharacters must be at least 1, not {result_characters}")
         placeholders(task or "")
-        _check_library()
+        checked_package("mcp.client.client", "mcp (2.3 or newer)")
         self.reusable = reuse
         self._command = None if command is None else [str(word) for word in command]
         self._environment = with_secrets(env or {}, "env")
@@ -357,17 +363,6 @@ class _Session:
         except Exception as error:  # of the connection's libraries, or an answer of another form
             self._lost = True
             raise _fault(f"the MCP server: {_innermost(error)}") from error
-
-
-def _check_library() -> None:
-    """Raise `ValueError` where the library is missing or too old."""
-    try:
-        from mcp import Client  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            "type mcp needs the package mcp, version 2.3 or newer: name it in "
-            f"spec.code.pip.requirements, and on your machine pip install it ({error})"
-        ) from error
 
 
 def _text(result: CallToolResult) -> str:

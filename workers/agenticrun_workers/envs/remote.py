@@ -1,11 +1,13 @@
-"""Servers of environments: addresses, headers, and the time that a connection may take."""
+"""Needs of environments of others: packages, addresses, headers, and time to connect."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import time
 from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 PATIENCE_SECONDS = 8.0
@@ -14,6 +16,21 @@ yet noticed that an earlier session was closed. Less than the 10 seconds that `c
 that it shows the reason."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def checked_package(module: str, package: str) -> Any:
+    """Import a library that the worker image does not have.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"the package {package} is needed: name it in spec.code.pip.requirements, and on your "
+            f"machine pip install it ({error})"
+        ) from error
 
 
 def checked_url(url: str, schemes: tuple[str, ...] = ("http", "https")) -> str:
