@@ -370,7 +370,8 @@ def trainer_difference(case: Case, folder: str, attention: str, layouts: list[bo
     plain = reference(case, folder)
     random = np.random.default_rng(1)
     model = ShardedModule(
-        PolicyModule(load_model(folder, attn_implementation=attention)),
+        lambda: load_model(folder, attn_implementation=attention),
+        PolicyModule,
         max_tokens=4096,
         packing=bool(layouts),
     )

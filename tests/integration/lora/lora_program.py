@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agenticrun_workers.models.lora import LoraSpec, adapter_names, add_lora, merge
-from agenticrun_workers.models.pretrained import load_model
+from agenticrun_workers.models.pretrained import ModelLoader
+from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedStrategy, deepspeed_policy
 from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
@@ -42,20 +42,24 @@ STRATEGIES: dict[str, Callable[[Callable[[], PreTrainedModel]], PolicyTrainer]] 
 }
 
 
-def adapted(model: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load a model with nonzero adapters: A has no gradient while B is zero."""
-    network = add_lora(load_model(str(model), dtype), LORA)
+def adapt(network: PreTrainedModel) -> None:
+    """Add nonzero adapters: A has no gradient while B is zero."""
+    add_lora(network, LORA)
     generator = torch.Generator().manual_seed(7)
     for name, parameter in network.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.1, generator=generator)
-    return network
+
+
+def adapted(model: Path) -> ModelLoader:
+    """Return the loader of a model with adapters."""
+    return ModelLoader(ModelSource(str(model)), adapt=adapt)
 
 
 @functools.cache
 def batches_of(model: Path) -> list[list[Sample]]:
     """Return the samples of each step; the same for all trainings."""
-    plain = adapted(model)
+    plain = adapted(model)()
     return [batch(plain, LOSS, seed) for seed in range(2 * STEPS)]
 
 
@@ -122,7 +126,7 @@ def resume(policy: PolicyTrainer, model: Path, folder: Path) -> dict[str, np.nda
 
 def main(model_folder: str, work_folder: str) -> dict[str, Any]:
     model, work = Path(model_folder), Path(work_folder)
-    load = partial(adapted, model)
+    load = adapted(model)
     results: dict[str, Any] = {
         name: train(make(load), model, work, name) for name, make in STRATEGIES.items()
     }

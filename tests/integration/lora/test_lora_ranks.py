@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,9 +38,7 @@ def alone(program: ModuleType, work: Path) -> Runs:
     """One process."""
     model = make_model(work / "model")
     return dict(
-        program.train(
-            program.STRATEGIES["fsdp2"](partial(program.adapted, model)), model, work, "one rank"
-        )
+        program.train(program.STRATEGIES["fsdp2"](program.adapted(model)), model, work, "one rank")
     )
 
 
@@ -105,7 +102,7 @@ def test_adapters_of_one_strategy_go_on_in_another(
 ) -> None:
     model = work / "model"
     on_one = program.resume(
-        program.STRATEGIES["fsdp2"](partial(program.adapted, model)), model, work / "zero 2"
+        program.STRATEGIES["fsdp2"](program.adapted(model)), model, work / "zero 2"
     )
     for weights in [on_one, *ranks[0]["resumed"].values()]:
         assert_same_weights(weights, alone["weights"])

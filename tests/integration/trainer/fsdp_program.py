@@ -51,10 +51,14 @@ OPTIONS = {
         ulysses_sequence_parallel_size=2, gradient_checkpointing=True
     ),
     "recomputing": FsdpOptions(gradient_checkpointing=True),
+    "two copies": FsdpOptions(fsdp_size=2),
+    "two copies, ulysses": FsdpOptions(fsdp_size=2, ulysses_sequence_parallel_size=2),
     "on the host, gathered once": FsdpOptions(
         offload_policy=True, reshard_after_forward=False, logits_chunk_elements=5 * VOCABULARY
     ),
 }
+
+ON_TWO = [option for option in OPTIONS if "copies" not in option]
 
 Load = Callable[[], PreTrainedModel]
 
@@ -81,8 +85,9 @@ def qwen2(shape: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def part(samples: list[Sample], rank: int, size: int) -> list[Sample]:
-    """Uneven on purpose."""
-    return samples if size == 1 else samples[:6] if rank == 0 else samples[6:]
+    """Uneven on purpose; the third of four ranks has none."""
+    bounds = {1: (0, None), 2: (0, 6, None), 4: (0, 3, 6, 6, None)}[size]
+    return samples[bounds[rank] : bounds[rank + 1]]
 
 
 def gradients(load: Load, options: FsdpOptions, cut: str) -> dict[str, dict[str, Tensor]]:
@@ -143,7 +148,7 @@ def main(folder: str) -> dict[str, Any]:
     float64 = partial(small, torch.float64)
     results: dict[str, Any] = {"sums": summed_over_data()}
     if world == 2:
-        chosen = [("two key-value heads", option) for option in OPTIONS] + [
+        chosen = [("two key-value heads", option) for option in ON_TWO] + [
             (shape, "ulysses") for shape in SHAPES
         ]
         results["gradients"] = {
@@ -163,11 +168,18 @@ def main(folder: str) -> dict[str, Any]:
             ),
         }
     else:
+        on_four = {"ulysses": "ulysses, recomputing"} | {
+            option: option for option in OPTIONS if option not in ON_TWO
+        }
         results["gradients"] = {
-            ("two key-value heads", "ulysses", cut): gradients(
-                float64, OPTIONS["ulysses, recomputing"], cut
-            )
+            ("two key-value heads", name, cut): gradients(float64, OPTIONS[option], cut)
+            for name, option in on_four.items()
             for cut in CUTS
+        }
+        results["steps"] = {
+            "two copies": steps(
+                float64, LOSSES["ppo"], Path(folder) / "copies", options=OPTIONS["two copies"]
+            )
         }
     return results
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agenticrun_workers.models.pretrained import load_model
+from agenticrun_workers.models.pretrained import ModelLoader, load_model
+from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.trainer.critic import CriticTrainer
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
@@ -72,7 +72,7 @@ def part(samples: list[Sample], rank: int, world: int) -> list[Sample]:
 
 def train(model: Path, *, save: Path | None = None, resume: Path | None = None) -> Result:
     """Train `2 * STEPS` steps and save in the middle, or resume there and train the rest."""
-    load = partial(load_model, str(model), torch.float64)
+    load = ModelLoader(ModelSource(str(model)), torch.float64)
     batches = batches_of(model)
     policy, critic, reference = (
         fsdp2_policy(load, SPEC, max_tokens=30),
@@ -138,7 +138,7 @@ def gradients(model: Path) -> dict[tuple[str, str, str], dict[str, Tensor]]:
     """
     found = {}
     for dtype, torch_dtype in DTYPES.items():
-        load = partial(load_model, str(model), torch_dtype)
+        load = ModelLoader(ModelSource(str(model)), torch_dtype)
         plain = load()
         samples = {name: batch(plain, loss) for name, loss in LOSSES.items()}
         for cut, arguments in CUTS.items():
@@ -156,7 +156,7 @@ def gradients(model: Path) -> dict[tuple[str, str, str], dict[str, Tensor]]:
 
 def export(model: Path, folder: Path) -> None:
     """Write the untrained policy as a Hugging Face folder."""
-    fsdp2_policy(partial(load_model, str(model)), SPEC).export_folder(
+    fsdp2_policy(ModelLoader(ModelSource(str(model))), SPEC).export_folder(
         folder, {"note.txt": b"exported"}
     )
 

@@ -60,7 +60,7 @@ def assert_same_gradients(ranks: list[dict[str, Any]], shape: str, option: str) 
                 ), (name, cut)
 
 
-@pytest.mark.parametrize("option", program.OPTIONS)
+@pytest.mark.parametrize("option", program.ON_TWO)
 def test_an_option_changes_no_gradient(two: list[dict[str, Any]], option: str) -> None:
     assert_same_gradients(two, "two key-value heads", option)
 
@@ -74,6 +74,26 @@ def test_ranks_that_share_sequences_get_the_gradient_of_whole_ones(
 
 def test_two_groups_of_two_ranks_get_it_too(four: list[dict[str, Any]]) -> None:
     assert_same_gradients(four, "two key-value heads", "ulysses")
+
+
+@pytest.mark.parametrize("option", ["two copies", "two copies, ulysses"])
+def test_two_copies_of_the_model_on_two_ranks_each_get_it(
+    four: list[dict[str, Any]], option: str
+) -> None:
+    assert_same_gradients(four, "two key-value heads", option)
+
+
+def test_two_copies_reach_the_weights_of_one_process_and_save_them(
+    four: list[dict[str, Any]], work: Path
+) -> None:
+    load = partial(program.qwen2, "two key-value heads", torch.float64)
+    expected = program.steps(load, LOSSES["ppo"])["weights"]
+    resumed = fsdp2_policy(load, program.SPEC)
+    resumed.load(str(work / "copies"))
+    for found in (four[0]["steps"]["two copies"]["weights"], dict(resumed.export_weights())):
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-7, atol=1e-10)
 
 
 def test_a_sum_over_the_data_counts_ranks_that_share_a_part_once(

@@ -63,9 +63,17 @@ def test_shared_memory_holds_twice_the_weights_and_counts_as_memory(billions: fl
             assert gib(pod, "memory") > gib(pod, "shmSize") + 8  # and a process for each GPU
 
 
-def test_ranks_of_a_pod_load_the_model_at_the_same_time() -> None:
-    trainer = pods("Qwen/Qwen2.5-7B")["trainer"]
-    assert gib(trainer, "memory") > 8 * 4 * 7e9 / 2**30 + gib(trainer, "shmSize")
+@pytest.mark.parametrize(("strategy", "models"), [("fsdp2", 1), ("deepspeed", 8)])
+def test_ranks_of_a_pod_load_their_shards_or_each_the_model_at_the_same_time(
+    strategy: str, models: int
+) -> None:
+    actor = {
+        "device_mapping": "list(range(0, 8))",
+        "strategy_args": {"strategy_name": f"{strategy}_train"},
+    }
+    trainer = pods("Qwen/Qwen2.5-7B", actor_train=actor)["trainer"]
+    processes = 8 * 4 + gib(trainer, "shmSize")
+    assert gib(trainer, "memory") == pytest.approx(models * 4 * 7e9 / 2**30 + processes, abs=1)
 
 
 def test_state_in_host_memory_counts() -> None:

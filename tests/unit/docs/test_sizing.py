@@ -66,7 +66,7 @@ def test_gpus(model: Model) -> None:
     assert rows(SIZING, "GPUs")[model.name] == [
         f"{trained / 1e9:.0f} GB",
         str(gpus(trained, room)),
-        str(gpus(4 * model.parameters, room)),
+        str(gpus(2 * model.parameters, room)),
         f"{weights / 1e9:.0f} GB",
         str(gpus(weights, GPU_BYTES / 2)),
     ]

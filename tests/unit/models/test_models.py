@@ -232,7 +232,7 @@ def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
         pad_token_id=0,
     )
     model = AutoModelForCausalLM.from_config(config).eval()
-    for use in (split_model, ValueModule):
+    for use in (split_model, lambda model: ValueModule(model).check(torch.device("cpu"))):
         with pytest.raises(UnsupportedModel, match="attend to later ones"):
             use(model)
     config.is_decoder = True

@@ -79,6 +79,20 @@ def test_saving_changes_nothing_and_loading_goes_on_from_any_step(
         assert torch.equal(saved, again), "loading has changed the next update"
 
 
+def test_a_checkpoint_does_not_choose_the_kernel_of_the_optimizer(saved: Folder) -> None:
+    """An unfused AdamW wrote it: DeepSpeed's, or that of an older version."""
+    module, _ = a_module()
+    fused = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+    checkpoint.load(str(saved), module, fused, {})
+    assert [group["fused"] for group in fused.param_groups] == [True]
+    other, unfused = a_module()
+    checkpoint.load(str(saved), other, unfused, {})
+    for trained, optimizer in ((module, fused), (other, unfused)):
+        train(trained, optimizer, 2)
+    for a, b in zip(module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_a_frozen_module_is_saved_and_loaded_without_an_optimizer(tmp_path: Path) -> None:
     module, _ = a_module()
     checkpoint.save(tmp_path, module.requires_grad_(False), None, {})

@@ -5,19 +5,43 @@ A refusal names the field that decides the value.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.pod_memory import PodMemory
+from agenticrun_workers.trainer import strategies
 from agenticrun_workers.trainer.deepspeed.options import DECIDED_ELSEWHERE, DeepSpeedOptions
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
+from loaded_models import loaded
 
 SPEC = OptimizerSpec(1e-3, max_grad_norm=0.5)
 
 
 def parse(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> DeepSpeedOptions:
     return DeepSpeedOptions.parse(config, dtype)
+
+
+def test_a_model_that_the_ranks_cannot_load_whole_is_refused_with_the_arithmetic(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, count = ModelSource(str(folder)), loaded(folder).num_parameters()
+    monkeypatch.setattr(strategies, "ranks_of_this_host", lambda: 2)
+    monkeypatch.setattr(PodMemory, "limit", lambda _: 2 * 4 * count)
+    strategies._require_room(source)
+    monkeypatch.setattr(PodMemory, "limit", lambda _: 2 * 4 * count - 1)
+    with pytest.raises(InvalidConfig) as raised:
+        strategies._require_room(source)
+    assert str(raised.value) == (
+        "spec.pipeline.actorTrain.strategy.name: with deepspeed each rank loads the whole model: "
+        f"{count / 1e9:.3g} billion parameters x 4 bytes = {4 * count / 1e9:.3g} GB, for 2 ranks "
+        f"here {8 * count / 1e9:.3g} GB, and their memory is {(8 * count - 1) / 1e9:.3g} GB: use "
+        "the strategy fsdp2, whose ranks each load a shard, or raise roles.trainer.memory"
+    )
 
 
 def test_without_options_everything_is_sharded() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.pretrained import load_model
@@ -20,7 +20,7 @@ from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.trainer.ulysses import attention
-from ragged_samples import LOSSES, batch, largest_difference
+from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference
 
 SPEC = OptimizerSpec(1e-2)
 LOSS = LOSSES["ppo"]
@@ -50,7 +50,7 @@ def test_options_are_taken_under_their_names() -> None:
     assert FsdpOptions.parse(config) == FsdpOptions(
         gradient_checkpointing=True, ulysses_sequence_parallel_size=2, reshard_after_forward=False
     )
-    assert FsdpOptions.parse({}) == FsdpOptions()
+    assert FsdpOptions.parse({}) == FsdpOptions() == FsdpOptions.parse({"fsdp_size": -1})
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_options_are_taken_under_their_names() -> None:
             r"the option param_dtype of fsdp2 is decided by spec\.model\.dtype",
         ),
         ({"reduce_dtype": "bfloat16"}, r"reduce_dtype .* summed in float32"),
-        ({"fsdp_size": 2}, r"fsdp_size .* the number of trainer ranks"),
+        ({"fsdp_size": 0}, r"fsdp_size .* must be a whole number of at least 1, not 0"),
         (
             {"max_grad_norm": 1.0},
             r"max_grad_norm .* spec\.pipeline\.actorTrain\.training\.maxGradNorm",
@@ -93,9 +93,17 @@ def test_what_is_unknown_wrong_or_decided_elsewhere_is_refused_by_name(
         FsdpOptions.parse(config)
 
 
-def test_sequence_parallelism_can_be_left_out() -> None:
-    options = FsdpOptions(gradient_checkpointing=True, ulysses_sequence_parallel_size=4)
-    assert options.without_sequence_parallelism() == FsdpOptions(gradient_checkpointing=True)
+def test_numbers_of_ranks_can_be_left_out() -> None:
+    options = FsdpOptions(
+        gradient_checkpointing=True, ulysses_sequence_parallel_size=4, fsdp_size=8
+    )
+    assert options.on_other_ranks() == FsdpOptions(gradient_checkpointing=True)
+
+
+def test_copies_that_do_not_fit_the_ranks_are_refused() -> None:
+    assert FsdpOptions(fsdp_size=2).copies(6) == 3
+    with pytest.raises(ValueError, match="fsdp_size 4 does not divide the 6 trainer ranks"):
+        FsdpOptions(fsdp_size=4).copies(6)
 
 
 def test_a_group_larger_than_the_ranks_is_refused(load: Load) -> None:
@@ -195,3 +203,38 @@ def test_a_trainer_goes_on_after_a_visit_to_host_memory(load: Load, samples: lis
         torch.equal(a, b)
         for (_, a), (_, b) in zip(visiting.export_weights(), straight.export_weights(), strict=True)
     )
+
+
+def qwen3(*, tied: bool) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=tied,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize(
+    ("tied", "gathered_whole_pass"), [(False, 16), (True, (VOCABULARY + 1) * 16)]
+)
+def test_embedding_layers_and_output_layer_are_gathered_one_at_a_time(
+    tied: bool, gathered_whole_pass: int, samples: list[Sample]
+) -> None:
+    """The root holds the last norm, and weights that are needed at both ends of the pass."""
+    policy = fsdp2_policy(lambda: qwen3(tied=tied), SPEC, dtype=torch.bfloat16)
+    assert isinstance(policy.strategy, Fsdp2Strategy)
+    module = policy.strategy.model.module
+    units = {name for name, part in module.named_modules() if name and isinstance(part, FSDPModule)}
+    ends = set() if tied else {"model.model.embed_tokens", "model.lm_head"}
+    assert units == {f"model.model.layers.{number}" for number in range(3)} | ends
+    owned = {id(p) for unit in units for p in module.get_submodule(unit).parameters()}
+    rest = [p for p in module.parameters() if id(p) not in owned]
+    assert sum(p.numel() for p in rest) == gathered_whole_pass
+    policy.train_step(samples, LOSS)

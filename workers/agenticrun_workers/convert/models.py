@@ -241,7 +241,7 @@ def _validation(given: View) -> Spec:
 
 
 KEPT: Mapping[str, frozenset[str]] = {
-    "fsdp2": frozenset({"reshard_after_forward", "offload_policy"}),
+    "fsdp2": frozenset({"reshard_after_forward", "offload_policy", "fsdp_size"}),
     "megatron": frozenset(
         {
             "tensor_model_parallel_size",

@@ -54,17 +54,19 @@ class Sizes:
         weight_bytes: bytes of one weight on its way to the engines.
         offloads: the trainers' state is in host memory.
         colocated: engines share the trainers' pods and take turns with them.
+        whole: each rank loads the whole model, and not only its shard.
     """
 
     count: float
     weight_bytes: int
     offloads: bool
     colocated: bool
+    whole: bool = False
 
     def trainer(self, gpus: int, pods: int) -> dict[str, str]:
-        """Return the fields of trainer pods, in which each rank loads the whole model."""
+        """Return the fields of trainer pods, in which all ranks load at the same time."""
         ranks = max(1, gpus)
-        held = ranks * 4 * self.count
+        held = 4 * self.count * (ranks if self.whole else 1 / pods)
         if self.offloads or self.colocated or not gpus:
             held = max(held, STATE_BYTES * self.count / pods)
         processes = ranks * (2 if self.colocated else 1)
@@ -107,4 +109,5 @@ def sizes(spec: dict[str, Any], count: float, dtype: str) -> Sizes:
         isinstance(zero, dict) and bool(zero.get("offload_optimizer") or zero.get("offload_param"))
     )
     colocated = spec["placement"] == "Colocated"
-    return Sizes(count, 4 if dtype == "float32" else 2, offloads, colocated)
+    whole = spec["strategy"].get("name") in ("deepspeed", "megatron")
+    return Sizes(count, 4 if dtype == "float32" else 2, offloads, colocated, whole)

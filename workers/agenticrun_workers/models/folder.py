@@ -121,6 +121,26 @@ def check_weights(path: str) -> None:
     )
 
 
+def stored_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight in the safetensors files of a folder that was checked.
+
+    Empty for other files and for names on the hub.
+    """
+    folder = _folder(path)
+    if folder is None:
+        return {}
+    whole, index = (folder / WEIGHTS[0], folder / f"{WEIGHTS[0]}.index.json")
+    files = [whole] if whole.exists() else []
+    if not files and index.exists():
+        files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+    return {
+        name: tuple(described["shape"])
+        for file in files
+        for name, described in _header(file).items()
+        if name != "__metadata__"
+    }
+
+
 def check_tokenizer(path: str) -> None:
     """Check that a folder holds a tokenizer.
 
@@ -253,6 +273,12 @@ def _check_file(file: Path) -> None:
             raise ModelLoadError(f"{file} is cut off: download it again")
     elif not first.startswith(PICKLE):
         raise ModelLoadError(f"{file} is no file of weights: download it again")
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return header
 
 
 def _check_safetensors(file: Path) -> None:

@@ -19,19 +19,22 @@ class UnsupportedModel(Exception):
 
 
 @torch.no_grad()
-def split_model(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+def split_model(
+    model: PreTrainedModel, device: torch.device | None = None
+) -> tuple[nn.Module, nn.Module]:
     """Return the decoder (ids -> hidden states) and the output layer (hidden states -> logits).
+
+    Args:
+        device: of the computation; default: the embedding's.
 
     Raises:
         UnsupportedModel: the two, applied to a probe, do not give the model's logits: the model
             scales or soft-caps, or has layers between the two. Or tokens see later ones, or the
             weights hold NaN.
     """
-    decoder, head = decoder_of(model), model.get_output_embeddings()
+    decoder, head = parts_of(model)
     kind = type(model).__name__
-    if not isinstance(decoder, PreTrainedModel) or head is None:
-        raise UnsupportedModel(f"{kind} has no separate decoder and output layer{ADVICE}")
-    probe = _probe(decoder)
+    probe = _probe(decoder, device)
     hidden = decoder(input_ids=probe, use_cache=False).last_hidden_state
     whole, entered, left = _logits(model, head, probe, 1.0)
     if (whole.isnan() | whole.isposinf()).any():
@@ -58,7 +61,21 @@ def split_model(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
         raise UnsupportedModel(
             f"{kind} changes its logits after the output layer (soft-capping or scaling){ADVICE}"
         )
-    require_causal(decoder)
+    require_causal(decoder, device)
+    return decoder, head
+
+
+def parts_of(model: PreTrainedModel) -> tuple[PreTrainedModel, nn.Module]:
+    """Return the decoder and the output layer, without probing them.
+
+    Raises:
+        UnsupportedModel: the model has no separate ones.
+    """
+    decoder, head = decoder_of(model), model.get_output_embeddings()
+    if not isinstance(decoder, PreTrainedModel) or head is None:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no separate decoder and output layer{ADVICE}"
+        )
     return decoder, head
 
 
@@ -74,9 +91,9 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def require_causal(decoder: PreTrainedModel) -> None:
+def require_causal(decoder: PreTrainedModel, device: torch.device | None = None) -> None:
     """Raise `UnsupportedModel` if the hidden state of a token depends on a later token."""
-    probe = _probe(decoder)
+    probe = _probe(decoder, device)
     changed = probe.clone()
     changed[0, -1] = probe[0, 0]
     before, after = (
@@ -91,10 +108,10 @@ def require_causal(decoder: PreTrainedModel) -> None:
         )
 
 
-def _probe(decoder: PreTrainedModel) -> Tensor:
+def _probe(decoder: PreTrainedModel, device: torch.device | None) -> Tensor:
     """Return ids that differ, if the vocabulary is large enough, [1, T]."""
     embeddings: nn.Embedding = decoder.get_input_embeddings()
-    ids_T = torch.arange(PROBE_TOKENS, device=embeddings.weight.device)
+    ids_T = torch.arange(PROBE_TOKENS, device=device or embeddings.weight.device)
     return (ids_T % embeddings.weight.shape[0])[None]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,9 @@ class LoraSpec:
 def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTrainedModel:
     """Add adapters to `model`, in place, and freeze everything else.
 
+    The adapters have float32 or the model's wider dtype. Those of a model without data (on the meta
+    device) have data, on the CPU.
+
     Args:
         seed: of A; B is zero. All ranks must pass the same.
 
@@ -64,12 +68,51 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTraine
         target_modules=targets,
         lora_dropout=0.0,
     )
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _stand_ins(model):
         # peft detects which layers hold their weight transposed
         warnings.filterwarnings("ignore", "fan_in_fan_out")
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     return model
+
+
+@contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[None]:
+    """Replace the weights that get adapters by expanded zeros, which take no memory; then freeze.
+
+    peft makes adapters on the device and in the dtype of the layer's weight, but the base may have
+    no data yet, or the narrower dtype of frozen weights.
+    """
+    layers: dict[nn.Module, nn.Parameter] = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.dim() == 2:
+            layers[module] = weight
+    for layer, weight in layers.items():
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        zero = torch.zeros((), dtype=dtype, device="cpu" if weight.is_meta else weight.device)
+        layer.register_parameter(
+            "weight", nn.Parameter(zero.expand(weight.shape), requires_grad=False)
+        )
+    try:
+        yield
+    finally:
+        for layer, weight in layers.items():
+            weight.requires_grad = False
+            layer.register_parameter("weight", weight)
+
+
+@contextmanager
+def hidden_adapters(model: nn.Module) -> Iterator[None]:
+    """Let the base be the whole model: its names are those of the files."""
+    layers = _adapted(model)
+    for name, layer in layers.items():
+        model.set_submodule(name, layer.get_base_layer())
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            model.set_submodule(name, layer)
 
 
 def describe_lora(model: nn.Module) -> dict[str, Any] | None:
@@ -123,24 +166,35 @@ class Adapters:
                 yield named
 
 
-def whole_weights(model: nn.Module, whole: Gather) -> Iterator[tuple[str, Tensor]]:
+def whole_weights(
+    model: nn.Module, whole: Gather, without_adapters: Gather | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters under their names without adapters, with adapters merged into them.
 
     Merged values have float32 or the model's wider dtype. The model does not change. Tied
     parameters come once.
+
+    Args:
+        without_adapters: gathers the parameters that have none; default: `whole`. It may round
+            them before they travel.
     """
     layers = {f"{name}.weight": layer for name, layer in _adapted(model).items()}
-    for name, value in base_weights(model, whole):
+    for name, parameter in _base(model):
         layer = layers.get(name)
         if layer is None:
-            yield name, value
+            yield name, (without_adapters or whole)(parameter)
         else:
+            value = whole(parameter)
             a, b = (whole(part) for part in _parts(layer))
             yield name, merge(value, a, b, _rule(layer))
 
 
 def base_weights(model: nn.Module, whole: Gather) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that are no adapters, under their names without adapters."""
+    return ((name, whole(parameter)) for name, parameter in _base(model))
+
+
+def _base(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     layers = _adapted(model)
     adapters = {id(part) for layer in layers.values() for part in _parts(layer)}
     for name, parameter in model.named_parameters():
@@ -148,7 +202,7 @@ def base_weights(model: nn.Module, whole: Gather) -> Iterator[tuple[str, Tensor]
             continue
         owner, _, last = name.rpartition(".")
         plain = owner.removesuffix(f".{BASE}")
-        yield f"{plain}.{last}" if plain in layers else name, whole(parameter)
+        yield f"{plain}.{last}" if plain in layers else name, parameter
 
 
 def adapter_weights(model: nn.Module, whole: Gather) -> Iterator[tuple[str, Tensor]]:

@@ -10,20 +10,23 @@ import copy
 import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from agenticrun_workers.models.devices import compute_device
 from agenticrun_workers.models.folder import ModelLoadError as ModelLoadError  # noqa: PLC0414  # of load_model
-from agenticrun_workers.models.folder import check_config, check_weights
+from agenticrun_workers.models.folder import check_config, check_weights, stored_shapes
+from agenticrun_workers.models.lora import hidden_adapters
 from agenticrun_workers.models.source import ModelSource
 
 log = logging.getLogger(__name__)
@@ -40,6 +43,10 @@ OTHER_MODALITIES = {"vision_config", "audio_config"}
 
 FINITE_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 """Quantised weights are not checked: torch cannot compare them."""
+
+
+Distribute = Callable[[PreTrainedModel], None]
+"""Shards a model whose parameters are on the meta device."""
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -71,16 +78,33 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
 
 
 def _has_experts(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
-    """Return True if a model that is made from this config has experts. It is made without data."""
+    """Return True if a model that is made from this config has experts."""
     try:
-        with MAKING, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), trust_remote_code=trust_remote_code
-            )
+        model = _make_without_data(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a model's own code, too; a load of the weights names the cause
         log.debug("no model can be made from the config alone: %r", error)
         return False
     return any(EXPERTS.search(name) for name, _ in model.named_modules())
+
+
+def count_parameters(path: str, *, trust_remote_code: bool = False) -> int:
+    """Return the number of parameters of a model, of which nothing but the config is read.
+
+    Raises:
+        ModelLoadError: see `load_config`.
+    """
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    with _naming(path):
+        model = _make_without_data(config, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _make_without_data(config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
+    with MAKING, torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), trust_remote_code=trust_remote_code
+        )
+    return model
 
 
 def has_attention(config: PretrainedConfig) -> bool:
@@ -107,6 +131,7 @@ def load_model(
     trust_remote_code: bool = False,
     output_layer: bool = True,
     check_values: bool = True,
+    distribute: Distribute | None = None,
 ) -> PreTrainedModel:
     """Load a model in evaluation mode.
 
@@ -115,6 +140,8 @@ def load_model(
         device: default: the one that the calling actor has claimed, else the CPU.
         output_layer: the caller uses it. A critic does not, so its folder need not hold one.
         check_values: look for NaN and infinity.
+        distribute: shards the model before its weights are read. This process then reads only its
+            shards, into host memory whatever `device` is.
 
     Raises:
         ModelLoadError: see `load_config`; weights are missing, damaged, of other shapes or not
@@ -124,25 +151,126 @@ def load_model(
     check_weights(path)
     if not has_attention(config):
         attn_implementation = "eager"  # the only name that transformers accepts then
-    with _naming(path), MAKING:
-        model: PreTrainedModel
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # they are in the report, which names them
-            output_loading_info=True,
-        )
+    arguments: dict[str, Any] = {
+        "config": config,
+        "dtype": dtype,
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+        "ignore_mismatched_sizes": True,  # they are in the report, which names them
+        "output_loading_info": True,
+    }
+    model: PreTrainedModel
+    if distribute is None:
+        with _naming(path), MAKING:
+            model, report = AutoModelForCausalLM.from_pretrained(path, **arguments)
+    else:
+        model, report = _read_shards(path, arguments, distribute, output_layer)
     if getattr(model, "_hf_peft_config_loaded", False):  # of a model on the hub
         raise ModelLoadError(f"{path} holds a LoRA adapter: merge it into the model first")
     made_new = "" if output_layer else _name_of(model, model.get_output_embeddings())
     check_report(path, report, made_new)
-    model.to(device or compute_device())
+    if distribute is None:
+        model.to(device or compute_device())
     for name, weight in model.named_parameters() if check_values else ():
         check_finite(path, name, weight)
     return model.eval()
+
+
+def _read_shards(
+    path: str, arguments: dict[str, Any], distribute: Distribute, output_layer: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load with transformers' distributed loading, but with a sharding of our own.
+
+    transformers reads of each `DTensor` only the part that this process holds. Its own plans shard
+    only some families, know no adapters and no value heads, and leave everything that is not a
+    layer in one unit; so `distribute` takes the place of its method that applies them.
+
+    Returns:
+        The model, and the report of the load.
+    """
+    plain = type(
+        _make_without_data(arguments["config"], trust_remote_code=arguments["trust_remote_code"])
+    )
+    failed: list[Exception] = []
+    shared: dict[str, str] = {}
+
+    def prepare_distribute_model(
+        _cls: type, config: object, device_map: object = None
+    ) -> tuple[object, object, None]:
+        return config, device_map, None
+
+    def maybe_distribute_model(_cls: type, model: PreTrainedModel, *_: object) -> PreTrainedModel:
+        _check_shapes(path, model, output_layer)
+        model.tie_weights()  # otherwise done after the load, too late for the sharding to see it
+        shared.update(_shared(model))
+        try:
+            distribute(model)
+        except Exception as error:
+            failed.append(error)
+            raise
+        return model
+
+    sharded = type(
+        plain.__name__,
+        (plain,),
+        {
+            "__module__": plain.__module__,
+            "prepare_distribute_model": classmethod(prepare_distribute_model),
+            "maybe_distribute_model": classmethod(maybe_distribute_model),
+        },
+    )
+    try:
+        with _naming(path), MAKING:
+            model, report = sharded.from_pretrained(  # type: ignore[attr-defined]
+                path, distributed_config={}, **arguments
+            )
+    except ModelLoadError:
+        if failed:  # an error of the sharding, which `_naming` takes for one of the load
+            raise failed[0]  # noqa: B904
+        raise
+    model.__class__ = plain
+    del model.config.distributed_config
+    found = _shared(model)
+    for name, first in shared.items():
+        if found.get(name, first) != first:
+            raise ModelLoadError(
+                f"{path} holds {name} and {first} with different values, config.json ties them: "
+                "set tie_word_embeddings: false in config.json"
+            )
+    return model, report
+
+
+def _shared(model: PreTrainedModel) -> dict[str, str]:
+    """Return the first name of the tensor that each parameter is, by the parameter's name."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def _check_shapes(path: str, model: PreTrainedModel, output_layer: bool) -> None:
+    """Compare whole shapes with those in the files: a shard does not show the whole.
+
+    Names that transformers translates are left to its report.
+    """
+    stored = stored_shapes(path)
+    unused = None if output_layer else model.get_output_embeddings()
+    for name, parameter in model.named_parameters():
+        found = stored.get(name)
+        if found is None or (unused is not None and unused.weight is parameter):
+            continue
+        if found != tuple(parameter.shape):
+            raise _wrong_shape(path, name, found, tuple(parameter.shape))
+
+
+def _wrong_shape(
+    path: str, name: str, found: tuple[int, ...], expected: tuple[int, ...]
+) -> ModelLoadError:
+    return ModelLoadError(
+        f"the weight {name} of {path} has shape {found}, config.json asks for {expected}: take the "
+        "config.json that belongs to the weights"
+    )
 
 
 def check_report(path: str, report: Mapping[str, Any], made_new: str = "") -> None:
@@ -160,10 +288,7 @@ def check_report(path: str, report: Mapping[str, Any], made_new: str = "") -> No
     prefix = f"{made_new}."
     for name, found, expected in sorted(report["mismatched_keys"]):
         if not name.startswith(prefix):
-            raise ModelLoadError(
-                f"the weight {name} of {path} has shape {tuple(found)}, config.json asks for "
-                f"{tuple(expected)}: take the config.json that belongs to the weights"
-            )
+            raise _wrong_shape(path, name, tuple(found), tuple(expected))
     missing = sorted(name for name in report["missing_keys"] if not name.startswith(prefix))
     if missing:
         raise ModelLoadError(
@@ -180,10 +305,12 @@ def check_report(path: str, report: Mapping[str, Any], made_new: str = "") -> No
 
 
 def check_finite(path: str, name: str, weight: Tensor) -> None:
-    """Raise `ModelLoadError` if a weight holds NaN or infinity.
+    """Raise `ModelLoadError` if a weight, or this process's shard of it, holds NaN or infinity.
 
     It costs one pass over the memory: smallest and largest value are NaN if any value is.
     """
+    if isinstance(weight, DTensor):
+        weight = weight.to_local()
     if weight.dtype not in FINITE_DTYPES or not weight.numel() or weight.is_meta:
         return
     extremes = torch.stack(torch.aminmax(weight.detach()))
@@ -196,15 +323,21 @@ def check_finite(path: str, name: str, weight: Tensor) -> None:
 
 
 def load_source(
-    source: ModelSource, dtype: torch.dtype | None = None, *, output_layer: bool = True
+    source: ModelSource,
+    dtype: torch.dtype | None = None,
+    *,
+    output_layer: bool = True,
+    distribute: Distribute | None = None,
 ) -> PreTrainedModel:
     """Load the model of a run, in `dtype` (default: the source's). Raises `ModelLoadError`.
 
-    All ranks of a trainer load the same files. The first one looks for NaN.
+    All ranks of a trainer load the same files. If each loads them whole, the first one looks for
+    NaN.
 
     Args:
-        output_layer: see `load_model`.
+        output_layer, distribute: see `load_model`.
     """
+    alone = not torch.distributed.is_initialized() or not torch.distributed.get_rank()
     with source.folder() as folder:
         return load_model(
             folder,
@@ -212,8 +345,42 @@ def load_source(
             attn_implementation=source.attn_implementation,
             trust_remote_code=source.trust_remote_code,
             output_layer=output_layer,
-            check_values=not torch.distributed.is_initialized() or not torch.distributed.get_rank(),
+            check_values=alone or distribute is not None,
+            distribute=distribute,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoader:
+    """Loads a run's model on a rank: whole when called, or only this rank's shards."""
+
+    source: ModelSource
+    dtype: torch.dtype | None = None
+    """Dtype of the parameters; default: the source's."""
+    output_layer: bool = True
+    """See `load_model`."""
+    adapt: Callable[[PreTrainedModel], object] | None = None
+    """Puts adapters into the model, in place."""
+
+    def __call__(self) -> PreTrainedModel:
+        model = load_source(self.source, self.dtype, output_layer=self.output_layer)
+        if self.adapt is not None:
+            self.adapt(model)
+        return model
+
+    def load_shards(self, distribute: Distribute) -> PreTrainedModel:
+        """Load what is left of the model on this rank after `distribute`, into host memory."""
+        with ExitStack() as stack:
+
+            def prepare(model: PreTrainedModel) -> None:
+                if self.adapt is not None:
+                    self.adapt(model)
+                distribute(model)
+                stack.enter_context(hidden_adapters(model))
+
+            return load_source(
+                self.source, self.dtype, output_layer=self.output_layer, distribute=prepare
+            )
 
 
 def write_model(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from agenticrun_workers.models.lora import describe_lora
 from agenticrun_workers.storage import MODULE_RECORD, DamagedFile, FileEntry, Folder
-
-T = TypeVar("T")
+from agenticrun_workers.trainer.ranks import agreed
 
 Location = str | os.PathLike[str]
 """A local path or an fsspec URI."""
@@ -137,6 +136,9 @@ def load(
     """Restore what `save` or `save_state` wrote into a module. See `load_state`."""
     state = _module_state(module, optimizer)
     progress = load_state(location, state, progress)
+    # The kernel of AdamW is this optimizer's, whichever wrote the checkpoint.
+    for group in state.optimizer.get("param_groups", ()):
+        group["fused"] = optimizer is not None and optimizer.defaults["fused"]
     set_state_dict(
         module,
         _listed(optimizer),
@@ -208,7 +210,7 @@ def load_state(location: Location, state: ModuleState, progress: dict[str, int])
         _check(folder, metadata, state.model)
         return record, reader, metadata
 
-    record, reader, metadata = _agreed(look)
+    record, reader, metadata = agreed(look)
     rank, ranks = _rank()
     source = rank if rank < record.ranks else 0
     random = {
@@ -331,26 +333,6 @@ def _set_random_state(state: dict[str, Tensor], new_rank: int | None) -> None:
 
 def _rank() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _agreed(work: Callable[[], T]) -> T:
-    """Run `work` on every rank; if it fails on one, all raise its error.
-
-    Otherwise the other ranks would wait for the failed one in the next collective.
-    """
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    errors = [error]
-    if (ranks := _rank()[1]) > 1:
-        errors = [None] * ranks
-        dist.all_gather_object(errors, error)
-    for error in filter(None, errors):
-        raise error
-    return result  # type: ignore[return-value]  # no error: there is one
 
 
 def _unwrapped(work: Callable[[], object]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from agenticrun_workers.algorithms.losses import (
     Aggregation,
@@ -18,7 +17,7 @@ from agenticrun_workers.algorithms.losses import (
 )
 from agenticrun_workers.models.devices import device_span
 from agenticrun_workers.trainer import checkpoint
-from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, ShardedModule
+from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, Load, ShardedModule
 from agenticrun_workers.trainer.micro_batch import MicroBatch, responses_and_end, weighted
 from agenticrun_workers.trainer.modules import ValueModule
 from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
@@ -51,7 +50,7 @@ class CriticTrainer:
 
     def __init__(
         self,
-        load: Callable[[], PreTrainedModel],
+        load: Load,
         optimizer: OptimizerSpec,
         *,
         max_tokens: int = 16_384,
@@ -60,7 +59,8 @@ class CriticTrainer:
         options: FsdpOptions = DEFAULTS,
     ) -> None:
         self._model = ShardedModule(
-            ValueModule(load()),
+            load,
+            ValueModule,
             max_tokens=max_tokens,
             packing=packing,
             dtype=dtype,

@@ -18,19 +18,21 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import PreTrainedModel
 
-from agenticrun_workers.models.devices import device_span
+from agenticrun_workers.models.devices import compute_device, device_span
 from agenticrun_workers.models.lora import Adapters, whole_weights
+from agenticrun_workers.models.pretrained import ModelLoader
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS
 from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, responses
 from agenticrun_workers.trainer.modules import PolicyModule, ValueModule, can_pack
 from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PartLoss, PolicyTrainer
-from agenticrun_workers.trainer.ranks import Ranks, join_alone, whole
+from agenticrun_workers.trainer.ranks import Ranks, agreed, join_alone, whole
 from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.trainer.ulysses import UlyssesSequences
 from agenticrun_workers.types import FloatArray
@@ -45,7 +47,6 @@ DECIDED_ELSEWHERE = {
     "attn_implementation": "spec.model.attnImplementation",
     "max_grad_norm": "spec.pipeline.actorTrain.training.maxGradNorm",
     "use_remove_padding": "spec.pipeline.actorTrain.training.sequencePacking",
-    "fsdp_size": "the number of trainer ranks: the model is sharded over all of them",
 }
 """Options of ROLL, verl or torch, and the field that decides each."""
 
@@ -59,6 +60,10 @@ class FsdpOptions:
     backward pass (ZeRO-3). False keeps them (ZeRO-2): less communication, more memory."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of each layer; compute the layer again in the backward pass."""
+    fsdp_size: int = -1
+    """Number of neighbouring ranks that share one copy of the model; every other group of as many
+    ranks holds another copy (HSDP). Gathers then stay inside a group, such as a node; only summed
+    gradients travel between groups. Divides the ranks. -1: all ranks share one copy."""
     offload_policy: bool = False
     """Parameters, gradients and optimizer state are in host memory; each layer moves to the GPU
     while it computes."""
@@ -82,14 +87,30 @@ class FsdpOptions:
                 raise ValueError(f"the option {name} of fsdp2 is decided by {field}: leave it out")
             if name not in types:
                 raise ValueError(f"fsdp2 has no option {name}; it has {', '.join(types)}")
+            if name == "fsdp_size" and value == -1:
+                continue
             if type(value) is not types[name] or (types[name] is int and value < 1):
                 kind = "true or false" if types[name] is bool else "a whole number of at least 1"
                 raise ValueError(f"the option {name} of fsdp2 must be {kind}, not {value!r}")
         return FsdpOptions(**config)
 
-    def without_sequence_parallelism(self) -> FsdpOptions:
-        """Return the same options with whole sequences on every rank."""
-        return replace(self, ulysses_sequence_parallel_size=1)
+    def on_other_ranks(self) -> FsdpOptions:
+        """Return the options for any number of ranks: those without a number of ranks in them."""
+        return replace(self, ulysses_sequence_parallel_size=1, fsdp_size=-1)
+
+    def copies(self, ranks: int) -> int:
+        """Return the number of copies of the model.
+
+        Raises:
+            ValueError: `fsdp_size` does not divide the ranks.
+        """
+        if self.fsdp_size == -1:
+            return 1
+        if ranks % self.fsdp_size:
+            raise ValueError(
+                f"fsdp_size {self.fsdp_size} does not divide the {ranks} trainer ranks"
+            )
+        return ranks // self.fsdp_size
 
 
 DEFAULTS = FsdpOptions()
@@ -102,6 +123,7 @@ def shard(
     device: torch.device,
     dtype: torch.dtype,
     options: FsdpOptions,
+    kept: nn.Module | None = None,
 ) -> None:
     """Fully shard a module over the ranks, layer by layer. Gradients are summed, not averaged.
 
@@ -109,21 +131,30 @@ def shard(
     is on, so that there is only one code path.
 
     Args:
-        module: the root.
+        module: the root. Its parameters may be on the meta device.
         layers: parts that are gathered one at a time.
         ranks: all of the trainer.
         device: of the computation.
         dtype: of the computation. Parameters and gradients keep their own.
         options: of the run.
+        kept: the layer that computes last. Its backward pass follows its forward pass at once, so
+            freeing its weights would only gather them twice.
     """
-    own = next(module.parameters()).dtype
+    own = kept_dtype(module)
     # Plain PyTorch: a single rank shards nothing, converts nothing and offloads nothing.
     if ranks.size == 1 and dtype == own and not options.offload_policy:
         return
     # FSDP2 needs a process group, also of one rank.
     if not torch.distributed.is_initialized():
         join_alone(device)
-    mesh = init_device_mesh(device.type, (ranks.size,))
+    copies = options.copies(ranks.size)
+    mesh = (
+        init_device_mesh(device.type, (ranks.size,))
+        if copies == 1
+        else init_device_mesh(
+            device.type, (copies, ranks.size // copies), mesh_dim_names=("copies", "shards")
+        )
+    )
     precision = (
         MixedPrecisionPolicy()
         if dtype == own
@@ -135,9 +166,7 @@ def shard(
         else OffloadPolicy()
     )
     for unit in [*layers, module]:
-        # Not the root: its backward pass follows its forward pass at once, so freeing its weights
-        # would only gather them twice.
-        reshard = options.reshard_after_forward and unit is not module
+        reshard = options.reshard_after_forward and unit is not module and unit is not kept
         fully_shard(
             unit,
             mesh=mesh,
@@ -150,17 +179,41 @@ def shard(
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
 
+def _ends(module: PolicyModule | ValueModule) -> tuple[list[nn.Module], nn.Module | None]:
+    """Return the ends of a module that are sharded apart from its root, and its output layer.
+
+    The root is gathered during the whole pass, so it should hold no more than norms. Ends that
+    share a weight stay in it, because the weight is needed at both ends of the pass.
+    """
+    embedding = module.decoder.get_input_embeddings()
+    head = module.model.get_output_embeddings() if isinstance(module, PolicyModule) else None
+    if head is not None and head.weight is embedding.weight:
+        return [], None
+    return [part for part in (embedding, head) if part is not None], head
+
+
+def kept_dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype of the master weights: of what trains, or of all if nothing does."""
+    parameters = list(module.parameters())
+    return next((p.dtype for p in parameters if p.requires_grad), parameters[0].dtype)
+
+
 Module = TypeVar("Module", PolicyModule, ValueModule)
 
 
-class ShardedModule(Generic[Module]):
-    """A module on one rank of several, and the micro-batches that it computes.
+Load = Callable[[], PreTrainedModel]
+"""Makes a model, the same on every rank. Of a `ModelLoader` each rank loads only its shards."""
 
-    With more than one rank `torch.distributed` must be initialised before. Every rank must bring
-    the same weights.
+
+class ShardedModule(Generic[Module]):
+    """A module on one rank of several, and the micro-batches that it computes. Collective.
+
+    With more than one rank `torch.distributed` must be initialised before.
 
     Args:
-        module: gets evaluation mode: without dropout, log-probs are a function of the weights.
+        load: the model.
+        make: the module of a model, which may have no data yet. It gets evaluation mode: without
+            dropout, log-probs are a function of the weights.
         max_tokens: tokens of one micro-batch, padding included.
         packing: put several sequences in a row if the model keeps them apart; otherwise warn and
             pad.
@@ -169,13 +222,15 @@ class ShardedModule(Generic[Module]):
         sharded: False leaves the module whole: the caller reduces the ranks' gradients.
 
     Raises:
+        ModelLoadError: the model cannot be loaded on some rank.
         UnsupportedModel: the model does not support the options.
         ValueError: the options do not fit the number of ranks.
     """
 
     def __init__(
         self,
-        module: Module,
+        load: Load,
+        make: Callable[[PreTrainedModel], Module],
         *,
         max_tokens: int,
         packing: bool,
@@ -183,31 +238,77 @@ class ShardedModule(Generic[Module]):
         options: FsdpOptions = DEFAULTS,
         sharded: bool = True,
     ) -> None:
-        module.eval()
-        parameter = next(module.parameters())
-        self.module: Module = module
-        self.device = parameter.device
-        self.dtype = dtype or parameter.dtype
-        self.ranks = Ranks(self.device, options.ulysses_sequence_parallel_size)
-        packed = packing and can_pack(module.decoder)
-        if packing and not packed:
-            log.warning(
-                "%s mixes packed sequences: training continues with padding",
-                type(module.decoder).__name__,
-            )
-        self.batcher = MicroBatcher(self.ranks, self.device, max_tokens, packed=packed)
+        self._options = options
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if sharded and several and isinstance(load, ModelLoader):
+            self.device = compute_device()
+            self.ranks = Ranks(self.device, options.ulysses_sequence_parallel_size)
+            options.copies(self.ranks.size)
+            agreed(lambda: load.load_shards(lambda model: self._shard(model, make(model), dtype)))
+        else:
+            model = load()
+            self.device = next(model.parameters()).device
+            self.ranks = Ranks(self.device, options.ulysses_sequence_parallel_size)
+            self._arrange(make(model), dtype, sharded=sharded)
         self.home = torch.device("cpu") if options.offload_policy else self.device
-        if options.ulysses_sequence_parallel_size > 1:
-            module.sequences = UlyssesSequences(module.decoder, self.ranks, packed=packed)
+        self._place(self.home)
+        self.batcher = MicroBatcher(
+            self.ranks, self.device, max_tokens, packed=self._probe(packing)
+        )
+
+    def _shard(self, model: PreTrainedModel, module: Module, dtype: torch.dtype | None) -> None:
+        """Shard a module and everything of its model, which is on the meta device."""
+        self._arrange(module, dtype, sharded=True)
+        head = model.get_output_embeddings()
+        # A critic does not use it, but the loader reads it.
+        if head is not None and all(part is not head for part in module.modules()):
+            shard(head, (), self.ranks, self.device, self.dtype, self._options)
+
+    def _arrange(self, module: Module, dtype: torch.dtype | None, *, sharded: bool) -> None:
+        module.eval()
+        self.module: Module = module
+        self.dtype: torch.dtype = dtype or kept_dtype(module)
         names = module.decoder._no_split_modules or ()
-        layers = [part for part in module.modules() if type(part).__name__ in names]
-        if options.gradient_checkpointing:
+        layers: list[nn.Module] = [
+            part for part in module.modules() if type(part).__name__ in names
+        ]
+        ends: list[nn.Module]
+        head: nn.Module | None
+        ends, head = _ends(module)
+        if self._options.gradient_checkpointing:
             for layer in layers:  # transformers' own does nothing in evaluation mode
                 layer.forward = partial(
                     recompute, layer.forward, use_reentrant=False, preserve_rng_state=False
                 )
         if sharded:
-            shard(module, layers, self.ranks, self.device, self.dtype, options)
+            units = [*layers, *ends]
+            shard(module, units, self.ranks, self.device, self.dtype, self._options, kept=head)
+            register_fsdp_forward_method(module, "run")
+            if head is not None:
+                register_fsdp_forward_method(head, "score")
+
+    def _probe(self, packing: bool) -> bool:
+        """Check the model and arrange its sequences. Return True if rows are packed."""
+        module = self.module
+        module.run(lambda: module.check(self.device))
+        packed = packing and module.run(lambda: can_pack(module.decoder, self.device))
+        if packing and not packed:
+            log.warning(
+                "%s mixes packed sequences: training continues with padding",
+                type(module.decoder).__name__,
+            )
+        if self._options.ulysses_sequence_parallel_size > 1:
+            module.sequences = module.run(
+                lambda: UlyssesSequences(module.decoder, self.ranks, self.device, packed=packed)
+            )
+        self.reshard()
+        return packed
+
+    def _place(self, device: torch.device) -> None:
+        """Move parameters; buffers stay where the computation is."""
+        self.module.to(device)
+        for buffer in self.module.buffers():
+            buffer.data = buffer.data.to(self.device)
 
     def reshard(self) -> None:
         """Free parameters that a forward pass gathered and no backward pass will use.
@@ -227,7 +328,7 @@ class ShardedModule(Generic[Module]):
 
     def onload(self) -> None:
         """Move the module back to the device."""
-        self.module.to(self.home)
+        self._place(self.home)
 
 
 @torch.no_grad()
@@ -278,9 +379,14 @@ class Fsdp2Strategy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Tied parameters have the name that `named_parameters` gives."""
-        for name, weight in whole_weights(self.model.module.model, _whole):
+        dtype = self.model.dtype
+
+        def rounded(parameter: nn.Parameter) -> Tensor:
+            return whole(parameter.detach().to(dtype))
+
+        for name, weight in whole_weights(self.model.module.model, _whole, rounded):
             if self.ranks.rank == 0:
-                yield name, weight.to(self.model.dtype)
+                yield name, weight.to(dtype)
 
     def hugging_face_model(self) -> PreTrainedModel:
         return self.model.module.model
@@ -302,7 +408,7 @@ class Fsdp2Strategy:
 
 
 def fsdp2_policy(
-    load: Callable[[], PreTrainedModel],
+    load: Load,
     optimizer: OptimizerSpec,
     *,
     max_tokens: int = 16_384,
@@ -323,7 +429,8 @@ def fsdp2_policy(
         options: `strategy.config`.
     """
     model = ShardedModule(
-        PolicyModule(load(), options.logits_chunk_elements),
+        load,
+        lambda model: PolicyModule(model, options.logits_chunk_elements),
         max_tokens=max_tokens,
         packing=packing,
         dtype=dtype,

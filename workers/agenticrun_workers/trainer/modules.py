@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from typing_extensions import override
 from agenticrun_workers.models.heads import (
     UnsupportedModel,
     decoder_of,
+    parts_of,
     require_causal,
     split_model,
 )
@@ -19,6 +22,8 @@ from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS, score
 from agenticrun_workers.trainer.micro_batch import MicroBatch
 
 PROBE_LENGTHS = (5, 9, 3)
+
+T = TypeVar("T")
 
 
 class Sequences(Protocol):
@@ -66,31 +71,57 @@ class FullSequences(Sequences):
         return values_n
 
 
-class PolicyModule(nn.Module):
+class ProbedModule(nn.Module):
+    """A network whose model is perhaps loaded after it is made, and is checked then."""
+
+    def check(self, device: torch.device) -> None:
+        """Run probes through the model.
+
+        Args:
+            device: of the computation.
+
+        Raises:
+            UnsupportedModel: it cannot be trained.
+        """
+        raise NotImplementedError
+
+    def run(self, probe: Callable[[], T]) -> T:
+        """Run a probe. If the module is sharded, this counts as its forward pass."""
+        return probe()
+
+
+class PolicyModule(ProbedModule):
     """A causal language model that never holds all its logits in memory (`log_probs`).
 
     Args:
         chunk_elements: logits that exist at a time.
 
     Raises:
-        UnsupportedModel: the logits are not a plain linear function of the decoder's hidden states.
+        UnsupportedModel: the model has no separate decoder and output layer.
     """
 
     def __init__(self, model: PreTrainedModel, chunk_elements: int = CHUNK_ELEMENTS) -> None:
         super().__init__()
-        _, head = split_model(model)
-        if type(head) is not nn.Linear:
-            raise UnsupportedModel(
-                f"the output layer of {type(model).__name__} is a {type(head).__name__}, "
-                "not a plain linear layer"
-            )
+        _, head = parts_of(model)
+        # A method of the layer, because a sharded layer has its weights only inside of one.
+        head.score = partial(_score, head, chunk_elements)  # type: ignore[arg-type, assignment]
+        self._head_type = type(head)  # FSDP2 gives it another one
         self.model = model
         self.sequences: Sequences = FullSequences()
-        self._chunk_elements = chunk_elements
 
     @property
     def decoder(self) -> PreTrainedModel:
         return decoder_of(self.model)
+
+    @override
+    def check(self, device: torch.device) -> None:
+        """Check that the logits are a plain linear function of the decoder's hidden states."""
+        split_model(self.model, device)
+        if self._head_type is not nn.Linear:
+            raise UnsupportedModel(
+                f"the output layer of {type(self.model).__name__} is a "
+                f"{self._head_type.__name__}, not a plain linear layer"
+            )
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Compute log-probs of the selected tokens and entropies of their distributions.
@@ -102,32 +133,40 @@ class PolicyModule(nn.Module):
         """
         hidden_NH = self.sequences.hidden(self.decoder, batch)
         targets_N = self.sequences.mine(batch, batch.targets_N)
-        head = self.model.get_output_embeddings()
-        logprobs_N, entropies_N = score(
-            hidden_NH, head.weight, head.bias, targets_N, temperature, self._chunk_elements
+        logprobs_N, entropies_N = self.model.get_output_embeddings().score(
+            hidden_NH, targets_N, temperature
         )
         return self.sequences.all(batch, logprobs_N), self.sequences.all(batch, entropies_N)
 
 
-class ValueModule(nn.Module):
+def _score(
+    head: nn.Linear, chunk_elements: int, hidden_NH: Tensor, targets_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    return score(hidden_NH, head.weight, head.bias, targets_N, temperature, chunk_elements)
+
+
+class ValueModule(ProbedModule):
     """The decoder of a causal language model with a linear value head.
 
     The head starts at zero, so the first value of every text is 0.
-
-    Raises:
-        UnsupportedModel: tokens attend to later ones.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.decoder: PreTrainedModel = decoder_of(model)
-        require_causal(self.decoder)
         self.sequences: Sequences = FullSequences()
         parameter = next(self.decoder.parameters())
         size: int = model.config.get_text_config().hidden_size
-        self.head = nn.Linear(size, 1, device=parameter.device, dtype=parameter.dtype)
+        # The files of a model that is loaded later have no value head.
+        device = torch.device("cpu") if parameter.is_meta else parameter.device
+        self.head = nn.Linear(size, 1, device=device, dtype=parameter.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+
+    @override
+    def check(self, device: torch.device) -> None:
+        """Check that no token attends to a later one."""
+        require_causal(self.decoder, device)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the value of the text before each selected token.
@@ -143,13 +182,13 @@ class ValueModule(nn.Module):
 
 
 @torch.no_grad()
-def can_pack(decoder: PreTrainedModel) -> bool:
+def can_pack(decoder: PreTrainedModel, device: torch.device | None = None) -> bool:
     """Return True if the decoder keeps packed sequences apart.
 
     That is: sequences in one row, with restarting position ids, have the same hidden states as each
     sequence alone.
     """
-    ids_1T, position_ids_1T = packed_probe(decoder)
+    ids_1T, position_ids_1T = packed_probe(decoder, device)
     rows = torch.split(ids_1T, list(PROBE_LENGTHS), dim=1)
     alone_TH = torch.cat(
         [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
@@ -160,13 +199,18 @@ def can_pack(decoder: PreTrainedModel) -> bool:
     return bool((packed_TH - alone_TH).abs().max() <= probe_tolerance(alone_TH))
 
 
-def packed_probe(decoder: PreTrainedModel) -> tuple[Tensor, Tensor]:
+def packed_probe(
+    decoder: PreTrainedModel, device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
     """Return one row of packed random sequences: ids and position ids, [1, T].
 
     The result is the same at each call.
+
+    Args:
+        device: of the computation; default: the embedding's.
     """
     embeddings: nn.Embedding = decoder.get_input_embeddings()
-    device = embeddings.weight.device
+    device = device or embeddings.weight.device
     generator = torch.Generator().manual_seed(0)
     ids_1T = torch.cat(
         [

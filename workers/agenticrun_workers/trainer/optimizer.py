@@ -198,6 +198,7 @@ class Optimizer(StepCounts):
             betas=(spec.beta1, spec.beta2),
             eps=spec.epsilon,
             weight_decay=spec.weight_decay,
+            fused=True,  # without temporary tensors of the size of the model, on the CPU too
         )
         self._module = module
         self._ranks = ranks

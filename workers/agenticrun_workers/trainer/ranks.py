@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from agenticrun_workers.models.devices import collective_backends, compute_device
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -110,6 +114,35 @@ def leave_ranks() -> None:
     """Leave the process group, so that this process can join another one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def ranks_of_this_host() -> int:
+    """Return the number of ranks on this machine or in this pod. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return 1
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts.count(socket.gethostname())
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """Run `work` on every rank; if it fails on one, all raise its error.
+
+    Otherwise the other ranks would wait for the failed one in the next collective.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    errors = [error]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+    for error in filter(None, errors):
+        raise error
+    return result  # type: ignore[return-value]  # no error: there is one
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
-from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, ShardedModule, score
+from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, Load, ShardedModule, score
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.types import FloatArray
@@ -29,7 +29,7 @@ class ReferencePolicy:
 
     def __init__(
         self,
-        load: Callable[[], PreTrainedModel],
+        load: Load,
         *,
         max_tokens: int = 16_384,
         temperature: float = 1.0,
@@ -37,8 +37,13 @@ class ReferencePolicy:
         options: FsdpOptions = DEFAULTS,
     ) -> None:
         self._temperature = temperature
-        module = PolicyModule(load(), options.logits_chunk_elements).requires_grad_(False)
-        self._model = ShardedModule(module, max_tokens=max_tokens, packing=packing, options=options)
+
+        def make(model: PreTrainedModel) -> PolicyModule:
+            return PolicyModule(model, options.logits_chunk_elements).requires_grad_(False)
+
+        self._model = ShardedModule(
+            load, make, max_tokens=max_tokens, packing=packing, options=options
+        )
         ranks = self._model.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size

@@ -5,29 +5,32 @@ Megatron-Core and DeepSpeed are imported only by runs that train with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from agenticrun_api import Pipeline
 from agenticrun_api.training import ActorTrain, Critic
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.models.devices import compute_device
 from agenticrun_workers.models.folder import ModelLoadError
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora
-from agenticrun_workers.models.pretrained import load_source
+from agenticrun_workers.models.pretrained import ModelLoader, count_parameters
 from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.pod_memory import PodMemory, machine_bytes
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.trainer.config_translation import loss_temperature, optimizer_spec
 from agenticrun_workers.trainer.critic import CriticTrainer
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
+from agenticrun_workers.trainer.ranks import ranks_of_this_host
 from agenticrun_workers.trainer.reference import ReferencePolicy
 
+STRATEGY = "spec.pipeline.actorTrain.strategy.name"
 OPTIONS = "spec.pipeline.actorTrain.strategy.config"
 
 
@@ -56,6 +59,7 @@ def build_strategy(pipeline: Pipeline, source: ModelSource) -> PolicyTrainer:
                 )
         load_policy = _policy_loader(pipeline, source)
         if spec.name == "deepspeed":
+            _require_room(source)
             from agenticrun_workers.trainer.deepspeed.strategy import deepspeed_policy
 
             return deepspeed_policy(
@@ -93,9 +97,7 @@ def build_reference(pipeline: Pipeline, source: ModelSource, *, shared: bool) ->
     arguments = {"temperature": loss_temperature(pipeline), **_batches(pipeline.actor_train)}
     named = pipeline.reference is not None and pipeline.reference.path is not None
     with _refusing("spec.pipeline.reference.path" if named else "spec.model.path", OPTIONS):
-        return ReferencePolicy(
-            partial(load_source, source), options=_options(pipeline, shared), **arguments
-        )
+        return ReferencePolicy(ModelLoader(source), options=_options(pipeline, shared), **arguments)
 
 
 def build_critic(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> CriticTrainer:
@@ -112,7 +114,7 @@ def build_critic(pipeline: Pipeline, source: ModelSource, *, shared: bool) -> Cr
     named = pipeline.critic.path is not None
     with _refusing("spec.pipeline.critic.path" if named else "spec.model.path", OPTIONS):
         return CriticTrainer(
-            partial(load_source, source, _masters(source), output_layer=False),
+            ModelLoader(source, _masters(source), output_layer=False),
             optimizer,
             dtype=getattr(torch, source.dtype),
             options=_options(pipeline, shared),
@@ -129,23 +131,62 @@ def _options(pipeline: Pipeline, shared: bool) -> FsdpOptions:
     if spec.name != "fsdp2":
         return FsdpOptions()
     options = FsdpOptions.parse(spec.config)
-    return options if shared else options.without_sequence_parallelism()
+    return options if shared else options.on_other_ranks()
 
 
-def _policy_loader(pipeline: Pipeline, source: ModelSource) -> Callable[[], PreTrainedModel]:
-    """Return a loader of the policy: dtype of the master weights, with adapters if it has LoRA."""
+def _policy_loader(pipeline: Pipeline, source: ModelSource) -> ModelLoader:
+    """Return a loader of the policy: dtype of the master weights, with adapters if it has LoRA.
+
+    The frozen base of adapters has the dtype of the computation, as a reference has; DeepSpeed
+    needs one dtype for all.
+    """
     lora = pipeline.actor_train.lora
-    load_whole = partial(load_source, source, _masters(source))
     if lora is None:
-        return load_whole
+        return ModelLoader(source, _masters(source))
     spec = LoraSpec(rank=lora.rank, alpha=lora.alpha, target_modules=tuple(lora.target_modules))
-    return lambda: add_lora(load_whole(), spec, derive(pipeline.seed, "lora"))
+    deepspeed = pipeline.actor_train.strategy.name == "deepspeed"
+    return ModelLoader(
+        source,
+        _masters(source) if deepspeed else None,
+        adapt=partial(add_lora, spec=spec, seed=derive(pipeline.seed, "lora")),
+    )
 
 
 def _masters(source: ModelSource) -> torch.dtype:
     """Return the dtype of the master weights: float32, or float64 for a float64 model."""
     dtype: torch.dtype = getattr(torch, source.dtype)
     return torch.promote_types(dtype, torch.float32)
+
+
+def _require_room(source: ModelSource) -> None:
+    """Check that the ranks of this machine can each load the whole model in float32.
+
+    Raises:
+        InvalidConfig: they cannot, with the arithmetic.
+    """
+    with source.folder() as path:
+        count = count_parameters(path, trust_remote_code=source.trust_remote_code)
+    needed = 4 * count
+    of_one = f"{count / 1e9:.3g} billion parameters x 4 bytes = {needed / 1e9:.3g} GB"
+    remedy = "use the strategy fsdp2, whose ranks each load a shard"
+    device = compute_device()
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+        if needed > room:
+            raise InvalidConfig(
+                STRATEGY,
+                f"with deepspeed each GPU loads the whole model: {of_one}, and it has "
+                f"{room / 1e9:.3g} GB: {remedy}",
+            )
+    together = ranks_of_this_host()
+    room = PodMemory().limit() or machine_bytes()
+    if together * needed > room:
+        raise InvalidConfig(
+            STRATEGY,
+            f"with deepspeed each rank loads the whole model: {of_one}, for {together} ranks here "
+            f"{together * needed / 1e9:.3g} GB, and their memory is {room / 1e9:.3g} GB: {remedy}, "
+            "or raise roles.trainer.memory",
+        )
 
 
 @contextmanager

@@ -54,9 +54,10 @@ class Rows:
 class UlyssesSequences(Sequences):
     """`Sequences` for a decoder with the attention of this module. Collective to construct.
 
-    Construct it before the decoder is sharded: it replaces the decoder's attention.
+    It replaces the decoder's attention.
 
     Args:
+        device: of the computation.
         packed: rows will hold several sequences.
 
     Raises:
@@ -64,10 +65,11 @@ class UlyssesSequences(Sequences):
             the model is not supported.
     """
 
-    def __init__(self, decoder: PreTrainedModel, ranks: Ranks, *, packed: bool) -> None:
+    def __init__(
+        self, decoder: PreTrainedModel, ranks: Ranks, device: torch.device, *, packed: bool
+    ) -> None:
         self._size = ranks.size // ranks.data_size
         self._place = ranks.group_rank
-        device = decoder.get_input_embeddings().weight.device
         mesh = init_device_mesh(
             device.type, (ranks.data_size, self._size), mesh_dim_names=("data", "sequence")
         )
@@ -86,7 +88,7 @@ class UlyssesSequences(Sequences):
             )
         self._attend = ALL_ATTENTION_FUNCTIONS[kernel]
         self._slides = "sliding_attention" in (getattr(self._config, "layer_types", None) or ())
-        self._check(decoder, ranks, packed)
+        self._check(decoder, ranks, device, packed)
 
     @override
     def hidden(self, decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
@@ -154,12 +156,14 @@ class UlyssesSequences(Sequences):
         return Rows(self._group, self._attend, positions_BT, create_causal_mask(**facts), sliding)
 
     @torch.no_grad()
-    def _check(self, decoder: PreTrainedModel, ranks: Ranks, packed: bool) -> None:
+    def _check(
+        self, decoder: PreTrainedModel, ranks: Ranks, device: torch.device, packed: bool
+    ) -> None:
         """Replace the attention, and check that pieces have the same hidden states as whole rows.
 
         A model may compute attention in a way of its own that pieces break.
         """
-        ids, packed_positions = packed_probe(decoder)
+        ids, packed_positions = packed_probe(decoder, device)
         positions = packed_positions if packed else None
         whole_TH: Tensor = decoder(
             input_ids=ids, position_ids=positions, use_cache=False

@@ -434,11 +434,11 @@ def deepspeed_policy(
         ValueError: an option is wrong, or decided by another field; names it.
     """
     options = DeepSpeedOptions.parse(config or {}, dtype)
-    module = PolicyModule(load(), options.logits_chunk_elements)
     if not dist.is_initialized():
-        join_alone(next(module.parameters()).device)
+        join_alone(compute_device())
     model = ShardedModule(
-        module,
+        load,
+        lambda model: PolicyModule(model, options.logits_chunk_elements),
         max_tokens=max_tokens,
         packing=packing,
         dtype=dtype,
