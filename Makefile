@@ -54,11 +54,12 @@ lock: setup ## Compile locks/*.txt from pyproject.toml (UPGRADE=1: to the newest
 	  $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) $(ENGINE_LOCKING) --override locks/$$name-cpu.overrides locks/$$name-cpu.in -o locks/$$name-cpu.txt || exit 1; done
 
 .PHONY: generate
-generate: setup ## Generate the CRD, the chart's copy of it, docs/reference.md from the models, docs/metrics.md; write the version into the chart
+generate: setup ## Generate the CRD, the chart's copy of it, docs/reference.md from the models, docs/metrics.md, the tables of docs/sizing.md; write the version into the chart
 	@$(BIN)/python -m agenticrun_api.crd > crds/agenticruns.yaml
 	@cp crds/agenticruns.yaml charts/agenticrun/crds/agenticruns.yaml
 	@$(BIN)/python tools/docs/reference.py > docs/reference.md
 	@$(BIN)/python tools/docs/metrics.py > docs/metrics.md
+	@$(BIN)/python tools/docs/sizing.py
 	@$(BIN)/python tools/release.py chart
 
 .PHONY: check-generated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 
 from agenticrun_api import Role, parse_run
 from agenticrun_workers.driver.actors import RunActors, _until_death, torch_threads
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import ActorUnavailable
 from agenticrun_workers.launch.liveness import FROZEN_POLLS, POLL_SECONDS
-from agenticrun_workers.models.source import TokenizerCorpus
+from agenticrun_workers.models.source import ModelSource, ModelSources, TokenizerCorpus
 from agenticrun_workers.placement import Placement
+from agenticrun_workers.sizing.models import run_shapes
 from rollout_fakes import Remote
 from runs import Change, run_with
 from virtual_clock import on_virtual_clock
@@ -93,6 +96,60 @@ CRITIC: tuple[Change, ...] = (
     ("spec.pipeline.algorithm", {"name": "gae"}),
     ("spec.pipeline.critic", {}),
 )
+
+
+GPU_RUN = (
+    ("spec.roles", {"trainer": {"gpus": 1}, "inference": {"gpus": 1}}),
+    ("spec.model", {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"}),
+)
+
+
+class RankWithGpu:
+    """The first rank of a run, on a GPU."""
+
+    def __init__(self, gpu: tuple[str, int] | None) -> None:
+        self._gpu = gpu
+        self.asked = 0
+
+    async def describe(self, sources: ModelSources) -> Any:
+        self.asked += 1
+        if self._gpu is None:
+            return None
+        assert sources.policy.path is not None
+        run = parse_run(run_with(*GPU_RUN), local=True)
+        policy = run_shapes(run.spec)[Role.TRAINER]
+        return *self._gpu, dict.fromkeys((Role.TRAINER, Role.REFERENCE, Role.CRITIC), policy)
+
+
+async def check_fit(gpu: tuple[str, int] | None, *changes: Change) -> int:
+    run = parse_run(run_with(*GPU_RUN, *changes), local=True)
+    launcher: Any = None
+    actors = RunActors(run, launcher)
+    rank = RankWithGpu(gpu)
+    remote: Any = Remote(rank)
+    source = ModelSource.of(run.spec.model)
+    await actors._check_fit(remote, ModelSources.of(source, run.spec.pipeline))
+    return rank.asked
+
+
+async def test_a_model_that_its_gpu_cannot_hold_is_refused_before_it_is_loaded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(InvalidConfig, match=r"needs .* GiB .*AdamW 61\.0.* has 79\.6 GiB.*; with"):
+        await check_fit(("NVIDIA H100 80GB HBM3", 81_559 * 2**20))
+    caplog.set_level("INFO")
+    lora = ("spec.pipeline.actorTrain", {"lora": {"rank": 16}})
+    large = ("NVIDIA B200", 183_359 * 2**20)
+    assert await check_fit(large, lora) == 1
+    (line,) = (record.message for record in caplog.records if "plan for" in record.message)
+    assert line.startswith("plan for NVIDIA B200: trainer: the GPU of the rank needs ")
+    assert re.search(r"a step takes [0-9.]+ s at least$", line)
+
+
+async def test_without_gpus_no_fit_is_checked() -> None:
+    assert await check_fit(None) == 1
+    cpus: Change = ("spec.roles", {"trainer": {}, "inference": {}})
+    assert await check_fit(("NVIDIA L4", 1), cpus) == 0
 
 
 def threads(*changes: Change) -> tuple[int, int]:

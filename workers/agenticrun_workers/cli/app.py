@@ -18,6 +18,7 @@ from agenticrun_workers.cli.evaluate import evaluate
 from agenticrun_workers.cli.export import export
 from agenticrun_workers.cli.init import init
 from agenticrun_workers.cli.package import package
+from agenticrun_workers.cli.plan import plan
 from agenticrun_workers.cli.report import report
 from agenticrun_workers.cli.run import run, validate
 from agenticrun_workers.cli.trace import trace
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(validate)
+app.command()(plan)
 app.command("check-env")(check_env)
 app.command()(debug)
 app.command("eval")(evaluate)

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-GIB = 2**30
+from agenticrun_workers.models.shape import ModelShape
+from agenticrun_workers.sizing.gpus import GIB
+from agenticrun_workers.sizing.memory import (
+    CHECKPOINT,
+    PROCESS,
+    in_host_memory,
+    layout_of,
+    model_memory,
+    total,
+)
+
 CPUS_PER_GPU = 4
-PROCESS_GIB = 4
-"""Host memory of a process that trains or serves, beside weights."""
-STATE_BYTES = 16
-"""Weights, gradients and Adam's state of one parameter, in float32."""
-CHECKPOINT_BYTES = 12
-"""Weights and Adam's state of one parameter in a checkpoint."""
 
 _SIZE = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)([BbMm])(?![A-Za-z0-9])")
 
@@ -51,37 +56,37 @@ class Sizes:
 
     Args:
         count: parameters of the model.
-        weight_bytes: bytes of one weight on its way to the engines.
-        offloads: the trainers' state is in host memory.
+        weight_bytes: bytes of one weight in the computation, and on its way to the engines.
+        strategy: name and options of the training backend, as in `actorTrain.strategy`.
         colocated: engines share the trainers' pods and take turns with them.
-        whole: each rank loads the whole model, and not only its shard.
     """
 
     count: float
     weight_bytes: int
-    offloads: bool
-    colocated: bool
-    whole: bool = False
+    strategy: Mapping[str, Any]
+    colocated: bool = False
 
     def trainer(self, gpus: int, pods: int) -> dict[str, str]:
-        """Return the fields of trainer pods, in which all ranks load at the same time."""
+        """Return the fields of trainer pods."""
         ranks = max(1, gpus)
-        held = 4 * self.count * (ranks if self.whole else 1 / pods)
-        if self.offloads or self.colocated or not gpus:
-            held = max(held, STATE_BYTES * self.count / pods)
+        options = self.strategy.get("config") or {}
+        name = self.strategy["name"]
+        layout = layout_of(name, options, ranks * pods, self.weight_bytes, tokens=0)
+        memory = model_memory(ModelShape.of_size(self.count), layout, "")
+        held = in_host_memory(memory, on_gpus=bool(gpus), colocated=self.colocated)
         processes = ranks * (2 if self.colocated else 1)
-        return self._fields(gpus, processes * PROCESS_GIB + held / GIB)
+        return self._fields(gpus, processes * PROCESS + ranks * total(held))
 
     def inference(self, gpus: int) -> dict[str, str]:
         """Return the fields of inference pods."""
         engines = max(1, gpus)
-        return self._fields(gpus, engines * PROCESS_GIB + self.weight_bytes * self.count / GIB)
+        return self._fields(gpus, engines * PROCESS + self.weight_bytes * self.count)
 
-    def _fields(self, gpus: int, memory_gib: float) -> dict[str, str]:
+    def _fields(self, gpus: int, memory: float) -> dict[str, str]:
         shared = self.shared_gib
         return {
             "cpus": str(CPUS_PER_GPU * max(1, gpus)),
-            "memory": f"{ceil(memory_gib) + shared}Gi",
+            "memory": f"{ceil(memory / GIB) + shared}Gi",
             "shmSize": f"{shared}Gi",
         }
 
@@ -92,7 +97,7 @@ class Sizes:
 
     def claim_gib(self, checkpoints: int) -> int:
         """Return the size of a claim for that many checkpoints and one more in the making."""
-        return ceil(CHECKPOINT_BYTES * self.count * (checkpoints + 1) / GIB)
+        return ceil(CHECKPOINT * self.count * (checkpoints + 1) / GIB)
 
 
 def sizes(spec: dict[str, Any], count: float, dtype: str) -> Sizes:
@@ -103,11 +108,5 @@ def sizes(spec: dict[str, Any], count: float, dtype: str) -> Sizes:
         count: parameters of the model.
         dtype: `spec.model.dtype`.
     """
-    config = spec["strategy"].get("config") or {}
-    zero = config.get("zero_optimization")
-    offloads = bool(config.get("offload_policy")) or (
-        isinstance(zero, dict) and bool(zero.get("offload_optimizer") or zero.get("offload_param"))
-    )
     colocated = spec["placement"] == "Colocated"
-    whole = spec["strategy"].get("name") in ("deepspeed", "megatron")
-    return Sizes(count, 4 if dtype == "float32" else 2, offloads, colocated, whole)
+    return Sizes(count, 4 if dtype == "float32" else 2, spec["strategy"], colocated)

@@ -16,6 +16,7 @@ from agenticrun_api.quantities import quantity
 from agenticrun_api.roles import ELASTIC
 from agenticrun_workers.driver.metrics import Metrics
 from agenticrun_workers.driver.trainer_group import TrainerGroup
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.pool import ColocatedSlot, EnginePool, colocated_slots
 from agenticrun_workers.launch import ActorHandle, ActorOptions, Launcher
@@ -25,6 +26,8 @@ from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
+from agenticrun_workers.sizing.gpus import recognize
+from agenticrun_workers.sizing.plan import Kind, plan_run
 from agenticrun_workers.tracing import Traced
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.trainer.rank import CRITIC, REFERENCE, RankActor
@@ -319,8 +322,10 @@ class RunActors:
             self._ranks |= {f"{role}-{rank}": actor for rank, actor in enumerate(actors)}
         placements = await self._place(trainers)
         self._trainer_places.set_result(placements)
-        self._source.set_result(await self._make_source(trainers[0]))
-        sources = ModelSources.of(self._source.result(), pipeline)
+        source = await self._make_source(trainers[0])
+        sources = ModelSources.of(source, pipeline)
+        await self._check_fit(trainers[0], sources)
+        self._source.set_result(source)
         await self._devices_free.wait()
         others: list[ActorHandle[ReferenceActor] | ActorHandle[CriticActor]] = [
             *references,
@@ -351,6 +356,24 @@ class RunActors:
         self.trainers = TrainerGroup(
             self._launcher, pipeline, trainers, parts, references, critics, self.weights
         )
+
+    async def _check_fit(self, trainer: ActorHandle[TrainerActor], sources: ModelSources) -> None:
+        """Refuse a run that cannot fit on the GPU of its first rank, before weights are loaded.
+
+        Raises:
+            InvalidConfig: it cannot, or its engines cannot.
+        """
+        if not self._run.spec.roles.of(Role.TRAINER).gpus:
+            return
+        found = await trainer.call(lambda rank: rank.describe(sources))
+        if found is None:
+            return
+        name, memory, shapes = found
+        plan = plan_run(self._run, shapes, recognize(name, memory))
+        log.info("plan for %s: %s", name, plan.estimate)
+        for place in plan.too_large(Kind.GPU):
+            nearest = [f"; with {c.why}: {' '.join(c.settings)}" for c in plan.changes[:1]]
+            raise InvalidConfig(place.field, place.sum + "".join(nearest))
 
     def _scoring_ranks(
         self, cls: Callable[[int, int, Pipeline], A], role: Role

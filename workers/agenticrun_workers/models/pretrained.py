@@ -80,7 +80,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
 def _has_experts(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
     """Return True if a model that is made from this config has experts."""
     try:
-        model = _make_without_data(config, trust_remote_code=trust_remote_code)
+        model = make_without_data(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a model's own code, too; a load of the weights names the cause
         log.debug("no model can be made from the config alone: %r", error)
         return False
@@ -95,11 +95,11 @@ def count_parameters(path: str, *, trust_remote_code: bool = False) -> int:
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     with _naming(path):
-        model = _make_without_data(config, trust_remote_code=trust_remote_code)
+        model = make_without_data(config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _make_without_data(config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
+def make_without_data(config: PretrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
     with MAKING, torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), trust_remote_code=trust_remote_code
@@ -189,7 +189,7 @@ def _read_shards(
         The model, and the report of the load.
     """
     plain = type(
-        _make_without_data(arguments["config"], trust_remote_code=arguments["trust_remote_code"])
+        make_without_data(arguments["config"], trust_remote_code=arguments["trust_remote_code"])
     )
     failed: list[Exception] = []
     shared: dict[str, str] = {}

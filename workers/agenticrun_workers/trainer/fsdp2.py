@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from agenticrun_workers.models.devices import compute_device, device_span
 from agenticrun_workers.models.lora import Adapters, whole_weights
 from agenticrun_workers.models.pretrained import ModelLoader
+from agenticrun_workers.models.shape import FsdpUnits, fsdp_units
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS
 from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, responses
@@ -179,17 +180,8 @@ def shard(
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
 
-def _ends(module: PolicyModule | ValueModule) -> tuple[list[nn.Module], nn.Module | None]:
-    """Return the ends of a module that are sharded apart from its root, and its output layer.
-
-    The root is gathered during the whole pass, so it should hold no more than norms. Ends that
-    share a weight stay in it, because the weight is needed at both ends of the pass.
-    """
-    embedding = module.decoder.get_input_embeddings()
-    head = module.model.get_output_embeddings() if isinstance(module, PolicyModule) else None
-    if head is not None and head.weight is embedding.weight:
-        return [], None
-    return [part for part in (embedding, head) if part is not None], head
+def _output_layer(module: PolicyModule | ValueModule) -> nn.Module | None:
+    return module.model.get_output_embeddings() if isinstance(module, PolicyModule) else None
 
 
 def kept_dtype(module: nn.Module) -> torch.dtype:
@@ -268,21 +260,17 @@ class ShardedModule(Generic[Module]):
         module.eval()
         self.module: Module = module
         self.dtype: torch.dtype = dtype or kept_dtype(module)
-        names = module.decoder._no_split_modules or ()
-        layers: list[nn.Module] = [
-            part for part in module.modules() if type(part).__name__ in names
-        ]
-        ends: list[nn.Module]
-        head: nn.Module | None
-        ends, head = _ends(module)
+        output: nn.Module | None = _output_layer(module)
+        units: FsdpUnits = fsdp_units(module.decoder, output)
+        head: nn.Module | None = output if output in units.ends else None
         if self._options.gradient_checkpointing:
-            for layer in layers:  # transformers' own does nothing in evaluation mode
+            for layer in units.layers:  # transformers' own does nothing in evaluation mode
                 layer.forward = partial(
                     recompute, layer.forward, use_reentrant=False, preserve_rng_state=False
                 )
         if sharded:
-            units = [*layers, *ends]
-            shard(module, units, self.ranks, self.device, self.dtype, self._options, kept=head)
+            parts = [*units.layers, *units.ends]
+            shard(module, parts, self.ranks, self.device, self.dtype, self._options, kept=head)
             register_fsdp_forward_method(module, "run")
             if head is not None:
                 register_fsdp_forward_method(head, "score")

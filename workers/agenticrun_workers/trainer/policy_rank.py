@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from agenticrun_workers.inference.parity import ParityProbe
     from agenticrun_workers.models.lora import Adapters
+    from agenticrun_workers.models.shape import ModelShape
     from agenticrun_workers.trainer.parity import Parity
 
 
@@ -65,6 +66,32 @@ class TrainerActor(ReferenceUpdateMixin):
             from agenticrun_workers.models.initialize import make_model_files
 
         return make_model_files(model, corpus, self._pipeline.sequence_length)
+
+    def describe(self, sources: ModelSources) -> tuple[str, int, dict[Role, ModelShape]] | None:
+        """Return name and bytes of this rank's GPU, and the shapes of the run's models.
+
+        Returns:
+            None without a GPU, and for models that `setup` refuses.
+        """
+        with quick_imports():
+            import torch
+
+            from agenticrun_workers.models.folder import ModelLoadError
+            from agenticrun_workers.models.shape import source_shape
+
+        device = self._claim_device()
+        if device.type != "cuda":
+            return None
+        gpu = torch.cuda.get_device_properties(device)
+        try:
+            shapes = {
+                Role.TRAINER: source_shape(sources.policy),
+                Role.REFERENCE: source_shape(sources.reference),
+                Role.CRITIC: source_shape(sources.critic),
+            }
+        except ModelLoadError:
+            return None
+        return gpu.name, gpu.total_memory, shapes
 
     def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> int:
         """Join the other ranks and load the models.

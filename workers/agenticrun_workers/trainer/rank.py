@@ -23,6 +23,7 @@ from agenticrun_workers.types import EpisodeKey, Trajectory
 from agenticrun_workers.weights.buckets import Verifier
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 ACTOR, CRITIC, REFERENCE = "actor_train", "critic", "reference"
@@ -152,15 +153,20 @@ class RankActor(Traced):
         """
         import torch
 
-        from agenticrun_workers.models.devices import claim_device
         from agenticrun_workers.trainer.ranks import join_ranks
 
         logging.getLogger("agenticrun_workers").addHandler(self._warnings)
-        claim_device(f"{self.role} rank {self._rank}", current_node().gpus)
+        self._claim_device()
         torch.set_num_threads(threads)
         if self._pipeline.deterministic:
             torch.use_deterministic_algorithms(True)
         join_ranks(self._rank, self._world_size, rendezvous, self._taken_listener())
+
+    def _claim_device(self) -> torch.device:
+        """Choose the device of this rank. See `claim_device` for the errors."""
+        from agenticrun_workers.models.devices import claim_device
+
+        return claim_device(f"{self.role} rank {self._rank}", current_node().gpus)
 
     def _taken_listener(self) -> socket.socket | None:
         """Take the socket of the last `rendezvous`; None on all ranks but the first."""

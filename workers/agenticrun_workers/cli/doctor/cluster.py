@@ -25,11 +25,15 @@ from agenticrun_workers.cli.doctor.placement import (
 from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist
 from agenticrun_workers.cli.kubectl import Kubectl, NoCluster, NoKubectl, SourceError
 from agenticrun_workers.cli.local_code import PackagingError, find_local_code
+from agenticrun_workers.cli.plan import plan_finding
 from agenticrun_workers.findings import Finding, failed, not_checked, ok, warning
+from agenticrun_workers.sizing.gpus import Gpu, recognize
 
 MIN_KUBERNETES = (1, 30)
 MIN_KUBERAY = (1, 6)
 GPU = "nvidia.com/gpu"
+PRODUCT, PRODUCT_MIB = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"
+"""Labels of nodes: name and memory of their GPUs."""
 
 Objects = list[dict[str, Any]]
 CRD_COMMAND = "python -m agenticrun_api.crd | kubectl apply --server-side --force-conflicts -f -"
@@ -111,6 +115,7 @@ def run_there(run: AgenticRun, folder: Path, kubectl: Kubectl) -> dict[str, Find
             run, kubectl.json("nodes")["items"], _operators(kubectl)
         ),
         "code": lambda _: code_arrives(run, folder),
+        "plan": lambda kubectl: plan_finding(run, pods=True, card=gpu_of(_usable_nodes(kubectl))),
     }
     if _claim_name(run):
         checks["volume"] = lambda kubectl: _volume(run, kubectl)
@@ -316,6 +321,16 @@ def _usable_nodes(kubectl: Kubectl) -> list[Node]:
 
 def _gpus(kubectl: Kubectl) -> Finding:
     return gpus_left(_usable_nodes(kubectl))
+
+
+def gpu_of(nodes: list[Node]) -> Gpu | None:
+    """Return the smallest GPU of the nodes, by the labels of NVIDIA's feature discovery."""
+    found = [
+        recognize(node.labels[PRODUCT], float(node.labels[PRODUCT_MIB]) * 2**20)
+        for node in nodes
+        if PRODUCT in node.labels and node.labels.get(PRODUCT_MIB, "").isdigit()
+    ]
+    return min(found, key=lambda gpu: gpu.memory, default=None)
 
 
 def gpus_left(nodes: list[Node]) -> Finding:

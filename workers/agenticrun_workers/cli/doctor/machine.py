@@ -14,6 +14,7 @@ import psutil
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.quantities import quantity
 from agenticrun_workers.cli.local_code import PackagingError, find_local_code
+from agenticrun_workers.cli.plan import plan_finding
 from agenticrun_workers.findings import Finding, failed, ok, warning
 from agenticrun_workers.models.folder import (
     ModelLoadError,
@@ -143,6 +144,7 @@ def run_here(run: AgenticRun, folder: Path) -> dict[str, Finding]:
         "engine": _engine_of(run),
         "model": model_is_reachable(run),
         "code": code_is_here(run, folder),
+        "plan": plan_finding(run, pods=False),
     }
 
 

@@ -1,0 +1,136 @@
+"""Shapes that plans compute with are those of the real models, sharded by the real FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from agenticrun_workers.models.heads import decoder_of
+from agenticrun_workers.models.pretrained import make_without_data
+from agenticrun_workers.models.shape import fsdp_units, read_shape
+from agenticrun_workers.sizing.published import PUBLISHED
+
+PARAMETERS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+}
+"""As their model cards say."""
+
+
+def config_of(name: str) -> PretrainedConfig:
+    fields = dict(PUBLISHED[name])
+    config: PretrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return config
+
+
+@contextmanager
+def rank_of(ranks: int, rank: int) -> Iterator[None]:
+    """Be one rank of many; the others do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shard_all(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    units = fsdp_units(decoder_of(model), model.get_output_embeddings())
+    for unit in (*units.layers, *units.ends, model):
+        fully_shard(unit, mesh=mesh)
+
+
+def test_every_published_shape_has_the_parameters_of_its_model() -> None:
+    assert {name: read_shape(config_of(name)).parameters for name in PUBLISHED} == PARAMETERS
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first rank", "last rank"])
+@pytest.mark.parametrize("ranks", [8, 16])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_local_sizes_are_those_of_fully_shard(name: str, ranks: int, last: bool) -> None:
+    config = config_of(name)
+    rank = ranks - 1 if last else 0
+    with rank_of(ranks, rank):
+        model = make_without_data(config, trust_remote_code=False)
+        mesh = init_device_mesh("cpu", (ranks,))
+        shard_all(model, mesh)
+        real = {path: weight.to_local().numel() for path, weight in model.named_parameters()}
+    shape = read_shape(config)
+    assert {weight.name: weight.local(ranks, rank) for weight in shape.weights} == real
+    assert shape.local(ranks) >= sum(real.values())
+
+
+def test_rows_that_do_not_divide_evenly_are_those_of_fully_shard() -> None:
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=24,
+        intermediate_size=20,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=50,
+    )
+    for rank in range(7):
+        with rank_of(7, rank):
+            model = make_without_data(config, trust_remote_code=False)
+            mesh = init_device_mesh("cpu", (7,))
+            shard_all(model, mesh)
+            real = {path: p.to_local().numel() for path, p in model.named_parameters()}
+        weights = read_shape(config).weights
+        assert {weight.name: weight.local(7, rank) for weight in weights} == real
+
+
+def test_units_are_layers_embedding_output_layer_and_the_norm() -> None:
+    shape = read_shape(config_of("Qwen/Qwen3-8B"))
+    embedding = 151_936 * 4096
+    assert shape.units[0] == "model.layers.0"
+    assert shape.units[-3:] == ("model.embed_tokens", "lm_head", "root")
+    assert len(shape.units) == 36 + 3
+    assert (shape.embedding_unit, shape.head_units) == (embedding, embedding + 4096)
+    assert shape.parameters == shape.embedding_unit + 36 * shape.largest_layer + shape.head_units
+
+
+def test_a_tied_embedding_is_in_the_root() -> None:
+    shape = read_shape(config_of("Qwen/Qwen2.5-0.5B-Instruct"))
+    assert (shape.embedding_unit, shape.head_units) == (0, 151_936 * 896 + 896)
+    assert len(shape.units) == 24 + 1
+    assert shape.multiplied == shape.parameters
+
+
+def test_a_token_uses_eight_of_the_128_experts() -> None:
+    shape = read_shape(config_of("Qwen/Qwen3-30B-A3B"))
+    assert round(shape.active_parameters / 1e9, 2) == 3.35
+    assert (shape.experts, shape.experts_used, shape.mlp) == (128, 8, 8 * 768)
+
+
+def test_adapters_are_those_of_peft() -> None:
+    from agenticrun_workers.models.lora import LoraSpec, add_lora
+
+    config = AutoConfig.for_model(
+        "qwen3",
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=50,
+    )
+    shape = read_shape(config)
+    for targets in ((), ("q_proj", "mlp.up_proj")):
+        model = add_lora(
+            make_without_data(config, trust_remote_code=False),
+            LoraSpec(rank=4, target_modules=targets),
+        )
+        trained = sorted(
+            tuple(weight.shape) for weight in model.parameters() if weight.requires_grad
+        )
+        assert sorted(weight.shape for weight in shape.adapters(4, targets)) == trained
