@@ -102,15 +102,18 @@ def test_every_example_is_accepted_as_it_is(api: Cluster, example: Path) -> None
         dry_run(api, document)
 
 
-def test_the_example_with_an_environment_of_its_own_is_applied_in_one_command(api: Cluster) -> None:
+@pytest.mark.parametrize("example", ["opposites", "own-algorithm"])
+def test_an_example_with_code_of_its_own_is_applied_in_one_command(
+    api: Cluster, example: str
+) -> None:
     out = api.kubectl(
-        "apply", "-k", str(ROOT / "examples/opposites"), "--dry-run=server", "-o", "json"
+        "apply", "-k", str(ROOT / "examples" / example), "--dry-run=server", "-o", "json"
     )
     code, run = json.loads(out)["items"]
     assert (code["kind"], code["metadata"]["name"], list(code["data"])) == (
         "ConfigMap",
         run["spec"]["code"]["configMap"],
-        ["opposites.py"],
+        [f"{example.replace('-', '_')}.py"],
     )
 
 

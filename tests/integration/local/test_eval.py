@@ -1,4 +1,4 @@
-"""`agenticrun export` and `agenticrun eval` as a user types them, on a real checkpoint."""
+"""`agenticrun export`, `eval` and `serve` as a user types them, on a real checkpoint."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import asyncio
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
 import yaml
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -23,6 +27,7 @@ from agenticrun_workers.driver.export import first_model
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.trainer.strategies import build_strategy
+from fake_hub import TOKEN, fake_hub
 from preloaded import environment, executable
 from tiny_runs import tiny_document
 
@@ -93,6 +98,62 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(tmp_path_factory.mktemp("trained"))
+
+
+def test_an_exported_folder_is_pushed_to_the_hub(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    options = ("--checkpoint", str(trained.checkpoints), "-o", str(tmp_path / "exported"))
+    with fake_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        code, output = trained.export(*options, "--push", "other/lake")
+        assert (code, (tmp_path / "exported").exists()) == (1, False)
+        assert "--push: " in output
+        assert "403" in output
+        code, output = trained.export(*options, "--push", "me/lake")
+        assert code == 0, output
+        assert hub.files["me/lake"].keys() >= {"config.json", "model.safetensors"}
+        assert hub.messages == ["tiny: the policy after 5 steps"]
+
+
+def test_a_checkpoint_and_an_exported_folder_are_served_alike(
+    trained: Trained, tmp_path: Path
+) -> None:
+    folder = tmp_path / "exported"
+    trained.export("--checkpoint", str(trained.checkpoints), "-o", str(folder))
+    greedy = {"prompt": [3, 1, 4], "max_tokens": 6, "temperature": 0}
+    answers = []
+    for arguments, name in (
+        ((str(trained.checkpoints), "-f", str(trained.file)), "tiny"),
+        ((str(folder), "--name", "lake"), "lake"),
+    ):
+        with served(*arguments) as url:
+            answers.append(asked(f"{url}/completions", {"model": name, **greedy}))
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
+    assert answers[0]["usage"]["prompt_tokens"] == 3
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[str]:
+    """Run `agenticrun serve` at a free port. It ends well when it is asked to."""
+    command = [*executable(), "-m", "agenticrun_workers.cli", "serve", *arguments, "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=os.environ | environment(), text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().partition(" answers at ")[2].split()[0]
+        finally:
+            process.terminate()
+        assert process.wait(30) == 0
+
+
+def asked(url: str, body: dict[str, Any]) -> Any:
+    request = Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=60) as answer:
+        return json.load(answer)
 
 
 def test_an_exported_folder_holds_the_checkpoint_s_policy(trained: Trained, tmp_path: Path) -> None:

@@ -310,6 +310,25 @@ def test_agents_rewards_filters_commands_and_data_are_found(folder: Path) -> Non
     }
 
 
+def test_losses_estimators_and_trackers_are_found(folder: Path) -> None:
+    for name in ("losses", "estimators", "trackers"):
+        (folder / f"{name}.py").write_text("import words\n")
+    (folder / "keys.txt").write_text("x")
+    run = yaml.safe_load(RUN)
+    run["spec"]["pipeline"]["algorithm"] = {"name": "estimators:own", "pgVariant": "losses:own"}
+    run["spec"]["tracking"] = {"custom": "trackers:Own", "customConfig": {"names": "keys.txt"}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    needed = find_local_code(load_run(folder / "run.yaml"), folder).files
+    assert needed["estimators.py"] == "spec.pipeline.algorithm.name"
+    assert needed["losses.py"] == "spec.pipeline.algorithm.pgVariant"
+    assert needed["trackers.py"] == "spec.tracking.custom"
+    assert needed["keys.txt"] == "spec.tracking.customConfig.names"
+    run["spec"]["tracking"] = {"custom": "absent:Own"}
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    with pytest.raises(PackagingError, match=r"spec\.tracking\.custom: there is no absent\.py"):
+        find_local_code(load_run(folder / "run.yaml"), folder)
+
+
 def test_scripts_of_commands_are_found_with_what_they_import(folder: Path) -> None:
     (folder / "play.py").write_text("import json\nimport words\n")
     (folder / "tools").mkdir()

@@ -253,6 +253,8 @@ def test_a_wrong_command_is_noticed(line: str) -> None:
 
 UNCHECKED = {
     "cd": "folders that the commands before it make",
+    "inspect": "asks a model of this project; it was tried with inspect-ai 0.3",
+    "lm_eval": "asks a model of this project; it was tried with lm-eval 0.4",
     "grep": "reads what a program of ours prints; the tests of its page have the pattern",
     "ls": "lists what the commands before it made",
     "pre-commit": "writes a hook into .git; .pre-commit-config.yaml is what it runs",

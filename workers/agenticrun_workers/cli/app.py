@@ -21,6 +21,7 @@ from agenticrun_workers.cli.package import package
 from agenticrun_workers.cli.plan import plan
 from agenticrun_workers.cli.report import report
 from agenticrun_workers.cli.run import run, validate
+from agenticrun_workers.cli.serve import serve
 from agenticrun_workers.cli.trace import trace
 from agenticrun_workers.cli.watch import logs, samples, watch
 
@@ -37,6 +38,7 @@ app.command("check-env")(check_env)
 app.command()(debug)
 app.command("eval")(evaluate)
 app.command()(export)
+app.command()(serve)
 app.command()(convert)
 app.command()(report)
 app.command()(doctor)

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
@@ -67,7 +67,9 @@ async def serving(session: Session, host: str | None = None) -> AsyncIterator[Ad
 class Endpoint:
     """Server that runs while it has sessions."""
 
-    def __init__(self, host: str | None) -> None:
+    wrong_key: ClassVar[str] = "the API key is not the token of this episode: send task.api_key"
+
+    def __init__(self, host: str | None, port: int = 0) -> None:
         self._needs_token = host is not None
         self._host = host or LOCALHOST
         self._sessions: dict[str, Session] = {}
@@ -76,6 +78,8 @@ class Endpoint:
         self._requests: dict[str, set[asyncio.Task[Any]]] = {}
         self._changing = asyncio.Lock()
         self._runner: web.AppRunner | None = None
+        self._asked_port = port
+        """0: any free one."""
         self._port = 0
 
     @asynccontextmanager
@@ -106,71 +110,75 @@ class Endpoint:
 
     async def _start(self) -> None:
         app = web.Application(middlewares=[self._answered], client_max_size=MAX_BODY_BYTES)
-        app.add_routes(
-            [
-                web.post("/s/{secret}/v1/chat/completions", self._chat),
-                web.post("/s/{secret}/v1/completions", self._completions),
-                web.post("/s/{secret}/v1/responses", self._responses),
-                web.get("/s/{secret}/v1/models", self._models),
-                web.get("/s/{secret}/v1/models/{model:.+}", self._model),
-                web.post("/s/{secret}/reward", self._reward),
-            ]
-        )
+        app.add_routes(self._routes())
         # When a client disconnects, its request is also cancelled in the engine.
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
         await runner.setup()
         try:
-            await web.TCPSite(runner, self._host, 0).start()
+            await web.TCPSite(runner, self._host, self._asked_port).start()
         except BaseException:
             await runner.cleanup()
             raise
         self._runner, self._port = runner, runner.addresses[0][1]
 
+    def _routes(self, prefix: str = "/s/{secret}") -> list[web.RouteDef]:
+        return [
+            web.post(f"{prefix}/v1/chat/completions", self._chat),
+            web.post(f"{prefix}/v1/completions", self._completions),
+            web.post(f"{prefix}/v1/responses", self._responses),
+            web.get(f"{prefix}/v1/models", self._models),
+            web.get(f"{prefix}/v1/models/{{model:.+}}", self._model),
+            web.post(f"{prefix}/reward", self._reward),
+        ]
+
+    @asynccontextmanager
+    async def _admitted(self, request: web.Request) -> AsyncIterator[None]:
+        """Find the session of a request, and track the request. Raises `ApiError`."""
+        secret = request.path.removeprefix("/s/").partition("/")[0]
+        if secret not in self._sessions:
+            raise ApiError(
+                404,
+                "no episode is played at this base_url: it is over, or the URL is wrong",
+                code="unknown_session",
+            )
+        self._check_token(request, self._tokens.get(secret))
+        task = asyncio.current_task()
+        assert task is not None
+        self._requests[secret].add(task)
+        try:
+            yield
+        finally:
+            self._requests.get(secret, set()).discard(task)
+
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Track the requests of each session, and return all errors in the API's format."""
+        """Return all errors in the API's format."""
         try:
-            secret = request.path.removeprefix("/s/").partition("/")[0]
-            if secret not in self._sessions:
-                raise ApiError(
-                    404,
-                    "no episode is played at this base_url: it is over, or the URL is wrong",
-                    code="unknown_session",
-                )
-            self._check_token(request, secret)
-            task = asyncio.current_task()
-            assert task is not None
-            self._requests[secret].add(task)
-            try:
+            async with self._admitted(request):
                 return await handler(request)
-            finally:
-                self._requests.get(secret, set()).discard(task)
         except ApiError as error:
             return web.json_response(error.body, status=error.status)
         except web.HTTPException as error:
-            message = (
-                f"{request.method} {request.path_qs.partition('/v1/')[2]}: {error.reason} "
-                f"(known under /v1: {PATHS})"
-            )
+            path = request.path_qs.partition("/v1/")[2] or request.path
+            message = f"{request.method} {path}: {error.reason} (known under /v1: {PATHS})"
             return web.json_response(ApiError(error.status, message).body, status=error.status)
         except Exception:
-            log.exception("a request of an outside agent failed")
+            log.exception("a request to the endpoint failed")
             return web.json_response(
-                ApiError(500, "internal error; see the env worker's log").body, status=500
+                ApiError(500, "internal error; see the log of the server").body, status=500
             )
 
-    def _check_token(self, request: web.Request, secret: str) -> None:
-        """Raise `ApiError` if the episode has a token and the request does not."""
-        token = self._tokens.get(secret)
+    def _check_token(self, request: web.Request, token: str | None) -> None:
+        """Raise `ApiError` if there is a token and the request does not have it."""
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         if token is not None and not (
             scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), token.encode())
         ):
             raise ApiError(
                 401,
-                "the API key is not the token of this episode: send task.api_key",
+                self.wrong_key,
                 code="invalid_api_key",
             )
 
