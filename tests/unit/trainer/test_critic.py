@@ -17,6 +17,7 @@ from agenticrun_workers.trainer.critic import CriticTrainer, ValueLossSpec
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.trainer.varlen import Rows
 from ragged_samples import LOSSES, VALUE_LOSSES, batch, largest_difference
 
 SPEC = OptimizerSpec(1e-2, max_grad_norm=1e9)
@@ -41,9 +42,9 @@ def critic(load: Load, samples: list[Sample]) -> CriticTrainer:
 def plain_values(critic: CriticTrainer, sample: Sample) -> Tensor:
     """Value after each prefix, [T + 1]; the empty one has none."""
     module = critic._model.module
-    hidden_TH = module.decoder(
-        input_ids=torch.from_numpy(sample.tokens_T).long()[None]
-    ).last_hidden_state[0]
+    ids_1T = torch.from_numpy(sample.tokens_T).long()[None]
+    rows = Rows.of(((0, 0, ids_1T.shape[1]),), (1, ids_1T.shape[1]), ids_1T.device)
+    hidden_TH = module.decoder(input_ids=ids_1T, rows=rows).last_hidden_state[0]
     values_T: Tensor = module.head(hidden_TH)[:, 0]
     return torch.cat([values_T.new_zeros(1), values_T])
 

@@ -19,7 +19,7 @@ from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, FsdpOptions, fsdp2_p
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.samples import Sample
-from agenticrun_workers.trainer.ulysses import attention
+from agenticrun_workers.trainer.varlen import attention
 from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference
 
 SPEC = OptimizerSpec(1e-2)

@@ -92,7 +92,8 @@ def test_training_falls_back_to_padding_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("agenticrun_workers.trainer.fsdp2.can_pack", lambda *_: False)
+    for probe in ("can_pack", "try_varlen"):
+        monkeypatch.setattr(f"agenticrun_workers.trainer.fsdp2.{probe}", lambda *_: False)
     with caplog.at_level(logging.WARNING):
         refused = strategy(load, SPEC, packing=True)
     if isinstance(refused, PolicyTrainer):

@@ -30,7 +30,13 @@ from agenticrun_workers.models.shape import FsdpUnits, fsdp_units
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS
 from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, responses
-from agenticrun_workers.trainer.modules import PolicyModule, ValueModule, can_pack
+from agenticrun_workers.trainer.modules import (
+    FullSequences,
+    PolicyModule,
+    ValueModule,
+    can_pack,
+    try_varlen,
+)
 from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PartLoss, PolicyTrainer
 from agenticrun_workers.trainer.ranks import Ranks, agreed, join_alone, whole
@@ -279,13 +285,17 @@ class ShardedModule(Generic[Module]):
         """Check the model and arrange its sequences. Return True if rows are packed."""
         module = self.module
         module.run(lambda: module.check(self.device))
-        packed = packing and module.run(lambda: can_pack(module.decoder, self.device))
+        pieces = self._options.ulysses_sequence_parallel_size > 1
+        varlen = not pieces and module.run(lambda: try_varlen(module.decoder, self.device))
+        packed = packing and (varlen or module.run(lambda: can_pack(module.decoder, self.device)))
         if packing and not packed:
             log.warning(
                 "%s mixes packed sequences: training continues with padding",
                 type(module.decoder).__name__,
             )
-        if self._options.ulysses_sequence_parallel_size > 1:
+        if varlen:
+            module.sequences = FullSequences(varlen=True)
+        if pieces:
             module.sequences = module.run(
                 lambda: UlyssesSequences(module.decoder, self.ranks, self.device, packed=packed)
             )

@@ -25,6 +25,8 @@ from agenticrun_workers.trainer.samples import Sample
 Positions = NDArray[np.intp]
 Place = tuple[int, int]
 """Row of a sample and its first column."""
+Bounds = tuple[tuple[int, int, int], ...]
+"""Row, start and end of each sequence in a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class MicroBatch:
     ids_BT: Tensor
     position_ids_BT: Tensor | None
     """Position ids that restart with each sequence of a packed row; None: one sequence per row."""
+    bounds: Bounds
+    """Sequences of packed rows; otherwise each row, padding included."""
     rows_N: Tensor
     columns_N: Tensor
     """Column of the token before each selected one, where the prediction is read."""
@@ -184,6 +188,7 @@ def filler(device: torch.device) -> MicroBatch:
         [],
         torch.zeros(1, 1, dtype=torch.long, device=device),
         None,
+        ((0, 0, 1),),
         nothing,
         nothing,
         nothing,
@@ -241,6 +246,14 @@ def _lay_out(
         row, start = places[i]
         ids_BT[row, start : start + length] = samples[i].tokens_T[:length]
         position_ids_BT[row, start : start + length] = np.arange(length)
+    bounds = (
+        [
+            (row, start, start + length)
+            for (row, start), length in zip((places[i] for i in order), lengths, strict=True)
+        ]
+        if packed
+        else [(row, 0, shape[1]) for row in range(shape[0])]
+    )
     counts = [len(chosen[i]) for i in order]
     rows_N = np.repeat([places[i][0] for i in order], counts)
     columns_N = np.concatenate([chosen[i] + places[i][1] - 1 for i in order])
@@ -254,6 +267,7 @@ def _lay_out(
         [chosen[i] for i in order],
         to(ids_BT),
         to(position_ids_BT) if packed else None,
+        tuple(bounds),
         to(rows_N),
         to(columns_N),
         to(targets_N),

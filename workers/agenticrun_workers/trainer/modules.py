@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Protocol, TypeVar
 
 import torch
@@ -19,7 +21,10 @@ from agenticrun_workers.models.heads import (
     split_model,
 )
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS, score
-from agenticrun_workers.trainer.micro_batch import MicroBatch
+from agenticrun_workers.trainer.micro_batch import Bounds, MicroBatch
+from agenticrun_workers.trainer.varlen import Rows, use_varlen
+
+log = logging.getLogger(__name__)
 
 PROBE_LENGTHS = (5, 9, 3)
 
@@ -49,15 +54,25 @@ class Sequences(Protocol):
 
 
 class FullSequences(Sequences):
-    """Whole sequences on every rank: all selected tokens are this rank's."""
+    """Whole sequences on every rank: all selected tokens are this rank's.
+
+    Args:
+        varlen: the decoder's attention is that of `varlen`. Otherwise transformers makes a mask.
+    """
+
+    def __init__(self, *, varlen: bool = False) -> None:
+        self._varlen = varlen
 
     @override
     def hidden(self, decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
         # transformers derives the bounds of packed sequences from their position ids, but only
         # without a cache and without a two-dimensional mask. With either, the sequences of one
         # row would silently attend to each other.
+        ids_BT = batch.ids_BT
+        shape = (len(ids_BT), ids_BT.shape[1])
+        bounds = {"rows": Rows.of(batch.bounds, shape, ids_BT.device)} if self._varlen else {}
         output = decoder(
-            input_ids=batch.ids_BT, position_ids=batch.position_ids_BT, use_cache=False
+            input_ids=ids_BT, position_ids=batch.position_ids_BT, use_cache=False, **bounds
         )
         hidden_BTH: Tensor = output.last_hidden_state
         return hidden_BTH[batch.rows_N, batch.columns_N]
@@ -189,14 +204,58 @@ def can_pack(decoder: PreTrainedModel, device: torch.device | None = None) -> bo
     sequence alone.
     """
     ids_1T, position_ids_1T = packed_probe(decoder, device)
-    rows = torch.split(ids_1T, list(PROBE_LENGTHS), dim=1)
-    alone_TH = torch.cat(
-        [decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows]
-    )
     packed_TH: Tensor = decoder(
         input_ids=ids_1T, position_ids=position_ids_1T, use_cache=False
     ).last_hidden_state[0]
-    return bool((packed_TH - alone_TH).abs().max() <= probe_tolerance(alone_TH))
+    return _same(packed_TH, _alone(decoder, ids_1T))
+
+
+@torch.no_grad()
+def try_varlen(decoder: PreTrainedModel, device: torch.device) -> bool:
+    """Give the decoder the attention of `varlen`, if it keeps packed sequences apart with it.
+
+    Not for models whose layers attend in another way than to all tokens, or to a window of them,
+    before a token: the short sequences of the probe would not show it.
+    """
+    config = decoder.config
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if (
+        config._attn_implementation != "sdpa"
+        or not decoder._supports_attention_backend
+        or not kinds <= {"full_attention", "sliding_attention"}
+    ):
+        return False
+    ids_1T, position_ids_1T = packed_probe(decoder, device)
+    expected_TH = _alone(decoder, ids_1T)
+    use_varlen(decoder)
+    rows = Rows.of(probe_bounds(), (1, ids_1T.shape[1]), device)
+    try:
+        packed_TH: Tensor = decoder(
+            input_ids=ids_1T, position_ids=position_ids_1T, use_cache=False, rows=rows
+        ).last_hidden_state[0]
+        apart = _same(packed_TH, expected_TH)
+    except (UnsupportedModel, TypeError) as error:  # its layers take other arguments
+        log.debug("%s: %s", type(decoder).__name__, error)
+        apart = False
+    if not apart:
+        decoder.set_attn_implementation("sdpa")
+    return apart
+
+
+def _alone(decoder: PreTrainedModel, ids_1T: Tensor) -> Tensor:
+    """Return the hidden states of each sequence of the probe in a row of its own, [T, H]."""
+    rows = torch.split(ids_1T, list(PROBE_LENGTHS), dim=1)
+    return torch.cat([decoder(input_ids=row, use_cache=False).last_hidden_state[0] for row in rows])
+
+
+def _same(found_TH: Tensor, expected_TH: Tensor) -> bool:
+    return bool((found_TH - expected_TH).abs().max() <= probe_tolerance(expected_TH))
+
+
+def probe_bounds() -> Bounds:
+    """Return the bounds of the sequences in `packed_probe`."""
+    ends = list(accumulate(PROBE_LENGTHS, initial=0))
+    return tuple((0, start, end) for start, end in pairwise(ends))
 
 
 def packed_probe(
