@@ -30,7 +30,7 @@ $(VENV)/.done: locks/dev.txt pyproject.toml
 
 .PHONY: engines
 engines: $(ENGINE_NAMES:%=.engines/$(if $(GPUS),gpu/)%/.done) ## Make the environments of SGLang and vLLM in .engines, for CPUs or (GPUS=1) for GPUs; 5 GB each
-.engines/gpu/%/.done: locks/%.txt | $(VENV)/.done
+.engines/gpu/%/.done: locks/%.txt images/worker/complete-toolkit | $(VENV)/.done
 	$(install-engine)
 .engines/%/.done: locks/%-cpu.txt | $(VENV)/.done
 	$(install-engine)
@@ -38,6 +38,7 @@ define install-engine
 @echo "installing $< into $(@D)"
 @test -x $(@D)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(@D)
 @$(BIN)/uv pip sync --quiet --python $(@D)/bin/python --compile-bytecode --require-hashes $<
+@images/worker/complete-toolkit $(@D)
 @touch $@
 endef
 
@@ -49,8 +50,9 @@ lock: setup ## Compile locks/*.txt from pyproject.toml (UPGRADE=1: to the newest
 	    $$([ $$name = dev ] || echo --constraint locks/dev.txt) pyproject.toml -o locks/$$name.txt; done
 	@$(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links \
 	  --constraint locks/dev.txt locks/trl.in -o locks/trl.txt
+	@mkdir -p build && sed -nE 's/^(nvidia-nccl-cu13==[0-9.]+).*/\1/p' locks/workers.txt > build/nccl.txt  # trainers and engines form one communicator
 	@for name in $(ENGINE_NAMES); do \
-	  $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) $(ENGINE_LOCKING) --extra $$name pyproject.toml -o locks/$$name.txt && \
+	  $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) $(ENGINE_LOCKING) --override build/nccl.txt --extra $$name pyproject.toml -o locks/$$name.txt && \
 	  $(BIN)/uv pip compile --quiet $(if $(UPGRADE),--upgrade) $(ENGINE_LOCKING) --override locks/$$name-cpu.overrides locks/$$name-cpu.in -o locks/$$name-cpu.txt || exit 1; done
 
 .PHONY: generate

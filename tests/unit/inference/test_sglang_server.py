@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from agenticrun_workers.inference.sglang.server import OWNED, SglangOptions
+from agenticrun_workers.inference.server_process import ServerClient
+from agenticrun_workers.inference.sglang.engine import SglangEngine
+from agenticrun_workers.inference.sglang.server import OWNED, SglangControl, SglangOptions
 
 
 def options(gpus: int = 0, **config: Any) -> SglangOptions:
@@ -40,10 +42,36 @@ def test_the_run_decides_model_precision_context_and_place() -> None:
     assert int(flags["context_length"]) > 2048
 
 
-def test_on_gpus_it_spans_all_of_the_engines_and_can_give_their_memory_back() -> None:
+def test_on_gpus_it_spans_all_of_the_engines() -> None:
     flags = parsed(options(gpus=4).flags(port=1))
-    assert (flags["device"], flags["tp_size"], flags["enable_memory_saver"]) == ("cuda", "4", True)
-    assert "attention_backend" not in flags
+    assert (flags["device"], flags["tp_size"]) == ("cuda", "4")
+    assert not flags.keys() & {"attention_backend", "enable_memory_saver"}
+
+
+def test_it_can_give_the_memory_of_gpus_back_that_a_trainer_shares() -> None:
+    shared = SglangOptions(Path("/model"), "bfloat16", 64, 0, Path("/"), gpus=1, shares_gpus=True)
+    assert parsed(shared.flags(port=1))["enable_memory_saver"]
+
+
+async def test_it_frees_its_memory_only_when_its_schedulers_are_idle(tmp_path: Path) -> None:
+    """SGLang ends if one is not: `assert self.is_fully_idle()`."""
+    calls: list[str] = []
+
+    class Http:
+        async def check(self, path: str) -> bytes:
+            calls.append(path)
+            return b""
+
+        async def post(self, path: str, body: object, *, seconds: float) -> object:
+            calls.append(path)
+            return {}
+
+    engine = SglangEngine(
+        tmp_path, dtype="bfloat16", max_length=64, log_folder=tmp_path, gpus=1, shares_gpus=True
+    )
+    engine._server = SglangControl(cast(ServerClient, Http()))
+    await engine.sleep()
+    assert calls == ["/flush_cache?timeout=30", "/release_memory_occupation"]
 
 
 def test_the_user_replaces_our_defaults_and_adds_options() -> None:

@@ -20,6 +20,7 @@ def flags(
     *,
     dtype: str = "float32",
     gpu: bool = False,
+    shared: bool = False,
     trust: bool = False,
 ) -> list[str]:
     return server_flags(
@@ -29,6 +30,7 @@ def flags(
         trust_remote_code=trust,
         config=config or {},
         gpu=gpu,
+        shares_gpus=shared,
     )
 
 
@@ -55,9 +57,13 @@ def test_defaults_can_be_replaced_and_removed() -> None:
     ]
 
 
-def test_a_gpu_has_no_defaults_of_cpus_and_can_sleep() -> None:
+def test_only_an_engine_that_shares_its_gpus_can_sleep() -> None:
+    assert "--enable-sleep-mode" in flags(gpu=True, shared=True)
+    assert "--enable-sleep-mode" not in flags(gpu=True)
+
+
+def test_a_gpu_has_no_defaults_of_cpus() -> None:
     words = flags(gpu=True)
-    assert "--enable-sleep-mode" in words
     assert not [
         word
         for word in words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from agenticrun_api import parse_run
 from agenticrun_api.names import ENV_NODE, ENV_SIMULATED_GPUS
 from agenticrun_workers.driver.local import run_locally
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.inference.actor import LOG_FOLDER, EngineActor
 from agenticrun_workers.inference.builder import build_engine
 from agenticrun_workers.launch.launcher import Node, shared_node
 from agenticrun_workers.models import devices
@@ -38,6 +40,7 @@ from tiny_runs import tiny_document, tiny_run
 NOWHERE: Any = None
 PIPELINE = parse_run(tiny_document()).spec.pipeline
 OWNER = "trainer rank 3"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +141,55 @@ def test_a_rank_with_a_reserved_gpu_does_not_train_on_the_cpu(
         f"{role} rank 2 in pod lake-trainer-0 on node gpu-7 has 1 GPU reserved, and torch sees "
         "none (Found no NVIDIA driver on your system. Please check): check the driver of the node"
     )
+
+
+@pytest.mark.parametrize("gpus", [(), ("0",)])
+def test_ranks_on_gpus_allocate_segments_that_grow(
+    gpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_up_gpus(monkeypatch, 1)
+    monkeypatch.setattr("agenticrun_workers.trainer.ranks.join_ranks", lambda *_: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    monkeypatch.setenv(ALLOCATOR, "")  # to restore it
+    monkeypatch.delenv(ALLOCATOR)
+
+    def join() -> None:
+        shared_node.set(Node("node", "127.0.0.1", gpus=gpus))
+        rank = TrainerActor(0, 1, PIPELINE)
+        rank._join(("127.0.0.1", 1), 1)
+        rank.close()
+
+    in_context(join)
+    assert os.environ.get(ALLOCATOR) == ("expandable_segments:True" if gpus else None)
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+async def test_only_an_engine_that_gets_the_gpus_of_ranks_shares_them(
+    colocated: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only then the server is started so that it can sleep, which costs it speed and memory."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv(LOG_FOLDER, str(tmp_path))
+    shared_node.set(Node("node", "127.0.0.1", gpus=() if colocated else ("2", "3")))
+    found: dict[str, Any] = {}
+
+    class Stop(Exception):
+        pass
+
+    def build(*_: Any, **arguments: Any) -> None:
+        found.update(arguments)
+        raise Stop
+
+    monkeypatch.setattr("agenticrun_workers.inference.builder.build_engine", build)
+    actor = EngineActor("engine-0")
+    if colocated:
+        await actor.use_gpus(("0", "1"))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    with pytest.raises(Stop):
+        await actor.start(PIPELINE, ModelSource(str(tmp_path)), 1)
+    await actor.close()
+    assert found["shares_gpus"] == colocated
+    assert found["gpus"] == (("0", "1") if colocated else ("2", "3"))
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -69,7 +69,7 @@ class EngineActor(Traced):
         self._name = name
         self.recorder = Recorder(name, ENGINE, self._load)
         node = current_node()
-        self._gpus = node.gpus
+        self._gpus, self._shares_gpus = node.gpus, False
         self._port = RequestPort(self._generate, self._abort, node.address, progress=self._progress)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._verifier = Verifier()
@@ -112,7 +112,7 @@ class EngineActor(Traced):
 
         Call it before `start`. It also holds for an engine's server process.
         """
-        self._gpus = gpus
+        self._gpus, self._shares_gpus = gpus, True
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
     async def start(self, pipeline: Pipeline, source: ModelSource, threads: int) -> None:
@@ -140,6 +140,7 @@ class EngineActor(Traced):
                 gpus=self._gpus,
                 threads=threads,
                 logs=logs,
+                shares_gpus=self._shares_gpus,
             )
             await self._engine.start()
             self._limits = RequestLimits.of_model(Path(folder), pipeline.sequence_length)

@@ -36,6 +36,7 @@ def build_engine(
     gpus: Sequence[str],
     threads: int,
     logs: Path,
+    shares_gpus: bool = False,
 ) -> InferenceEngine:
     """Build the engine of an inference actor, without starting it. Needs a running event loop.
 
@@ -47,6 +48,7 @@ def build_engine(
         gpus: ids of the GPUs of this engine.
         threads: CPU threads of the computation.
         logs: folder for a server's output.
+        shares_gpus: a trainer has the GPUs while the engine sleeps (placement Colocated).
 
     Raises:
         InvalidConfig: an option that the engine does not have, or that another field decides.
@@ -82,6 +84,7 @@ def build_engine(
         "log_folder": logs,
         "threads": threads,
         "gpus": gpus_of_children(owner, gpus),
+        "shares_gpus": shares_gpus,
     }
     try:
         if spec.name == "sglang":

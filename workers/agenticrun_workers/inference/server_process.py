@@ -33,7 +33,7 @@ import aiohttp
 import psutil
 from packaging.specifiers import SpecifierSet
 
-from agenticrun_api.names import RAY_ENV
+from agenticrun_api.names import RAY_ENV, WORK_DIR
 from agenticrun_workers.inference.engine import (
     STEP_SECONDS,
     EngineError,
@@ -63,6 +63,19 @@ request is sent once more. If the server has ended, the second try cannot connec
 LAST_EVENT = b"data: [DONE]"
 UPDATE_SECONDS = 600.0
 """Longest time that a server may need for one request of a weight update."""
+KERNEL_CACHES = {
+    "CUDA_CACHE_PATH": "cuda",
+    "DG_JIT_CACHE_DIR": "deep-gemm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "SGLANG_CACHE_DIR": "sglang",
+    "SGLANG_JIT_CACHE_DIR": "sglang/jit",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "VLLM_CACHE_ROOT": "vllm",
+}
+"""Variables of the compilers that engines use -> folder in `kernel_cache`."""
 END_SECONDS = 60.0
 """Longest time that a server's processes may outlive its connections.
 
@@ -444,6 +457,40 @@ def listens_alone(pid: int, port: int) -> bool:
     """
     found = listeners(port)
     return bool(found) and found <= {pid, *(process.pid for process in descendants(pid))}
+
+
+def gpu_environment(python: Path) -> dict[str, str]:
+    """Return variables for a server on GPUs, except those that the user has set.
+
+    The loader finds the libraries of CUDA, because a library that is preloaded (`LD_PRELOAD`) is
+    loaded before Python and torch. Compiled kernels survive the server, whose temporary files do
+    not.
+
+    Args:
+        python: of the engine's environment, which has CUDA among its packages.
+    """
+    libraries = [str(toolkit / "lib")] if (toolkit := cuda_toolkit(python)) else []
+    inherited_path = os.environ.get("LD_LIBRARY_PATH")
+    caches = {
+        name: str(kernel_cache() / folder)
+        for name, folder in KERNEL_CACHES.items()
+        if name not in os.environ
+    }
+    path = os.pathsep.join([*libraries, *([inherited_path] if inherited_path else [])])
+    return caches | ({"LD_LIBRARY_PATH": path} if path else {})
+
+
+def cuda_toolkit(python: Path) -> Path | None:
+    """Return the CUDA toolkit among the packages of an engine's environment, if it has one."""
+    found = python.parent.parent.glob("lib/python*/site-packages/nvidia/cu13")
+    return next(found, None)
+
+
+def kernel_cache() -> Path:
+    """Return the folder of compiled kernels: on the pod's scratch volume, else in the home."""
+    if os.access(WORK_DIR, os.W_OK):
+        return Path(WORK_DIR) / "kernels"
+    return Path.home() / ".cache" / "agenticrun" / "kernels"
 
 
 FIELD = "spec.pipeline.actorInfer.strategy.config"

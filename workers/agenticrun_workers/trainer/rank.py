@@ -166,7 +166,12 @@ class RankActor(Traced):
         """Choose the device of this rank. See `claim_device` for the errors."""
         from agenticrun_workers.models.devices import claim_device
 
-        return claim_device(f"{self.role} rank {self._rank}", current_node().gpus)
+        gpus = current_node().gpus
+        if gpus:
+            # Micro-batches differ in length: without it the memory between their tensors is lost.
+            # Not for engines: what they allocate this way cannot be freed for a trainer.
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        return claim_device(f"{self.role} rank {self._rank}", gpus)
 
     def _taken_listener(self) -> socket.socket | None:
         """Take the socket of the last `rendezvous`; None on all ranks but the first."""

@@ -100,6 +100,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         config: SGLang's own options (`strategy.config`).
         threads: CPU threads of the server's computation.
         gpus: number of GPUs for tensor parallelism; 0: compute on the CPU.
+        shares_gpus: a trainer has the GPUs while the engine sleeps.
         trust_remote_code: run the Python code in the model's folder.
 
     Raises:
@@ -118,6 +119,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         config: Mapping[str, Any] | None = None,
         threads: int = 1,
         gpus: int = 0,
+        shares_gpus: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         self._options = SglangOptions(
@@ -129,6 +131,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             config or {},
             threads,
             gpus,
+            shares_gpus,
             trust_remote_code,
         )
         self._restart_on_update = restart_on_update
@@ -283,6 +286,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                 f"{len(self._in_flight)} requests are in flight: the engine cannot sleep"
             )
         self._refusal = "the engine sleeps"
+        await self._server.flush()
         if self._options.gpus:
             await self._server.release_memory()
 

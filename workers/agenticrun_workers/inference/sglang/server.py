@@ -22,7 +22,9 @@ from agenticrun_workers.inference.server_process import (
     ServerClient,
     ServerSpec,
     command_line,
+    cuda_toolkit,
     find_engine,
+    gpu_environment,
     raise_refusal,
     with_our_plugin,
 )
@@ -81,10 +83,12 @@ CPU_DEFAULTS: Mapping[str, Any] = {
 a fixed size, `max_total_tokens`. A small fraction would only make the start fail for larger models,
 or while other processes allocate memory.
 """
-GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
+SHARED_GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
 """`enable_memory_saver`: lets `sleep` free the memory for a trainer."""
 DTYPES = ("float32", "bfloat16", "float16")
 UNLIMITED = 1 << 30
+FLUSH_SECONDS = 30
+"""Longest wait for idle schedulers. Below `STEP_SECONDS`, after which a server counts as frozen."""
 LOADS = "/v1/loads?include=core"
 """Path of the server's load: requests, tokens, and their limits."""
 CPU_CACHED_TOKENS = 16384
@@ -103,6 +107,7 @@ class SglangOptions:
     config: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
     gpus: int = 0
+    shares_gpus: bool = False
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -136,7 +141,8 @@ class SglangOptions:
         common = PRIORITIES if policy in POLICIES_WITH_PRIORITIES else {}
         if self.gpus:
             size = self.gpus // int(self.config.get("pp_size", 1))
-            return {**common, **GPU_DEFAULTS, "tp_size": size}
+            shared = SHARED_GPU_DEFAULTS if self.shares_gpus else {}
+            return {**common, **shared, "tp_size": size}
         tokens = max(CPU_CACHED_TOKENS, 4 * self.max_length)
         return {**common, **CPU_DEFAULTS, "max_total_tokens": tokens}
 
@@ -165,12 +171,13 @@ class SglangOptions:
             "sglang",
             lambda port: [str(python), "-m", "sglang.launch_server", *self.flags(port)],
             self.log_folder,
-            environment=self._environment(),
+            environment=self.environment(python),
             # On SIGTERM it drains for seconds, and there is nothing to save.
             stop_seconds=0,
         )
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self, python: Path) -> dict[str, str]:
+        """Return the variables of the server. `python` is that of SGLang's environment."""
         paths = [
             HERE.parent / "server_path",
             HERE / "plugin",
@@ -185,7 +192,13 @@ class SglangOptions:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        if not self.gpus:
+        if self.gpus:
+            environment |= gpu_environment(python)
+            toolkit = cuda_toolkit(python)
+            if toolkit and (toolkit / "bin" / "nvcc").exists() and "CUDA_HOME" not in os.environ:
+                # SGLang compiles kernels when it starts, for which it looks for nvcc here first.
+                environment["CUDA_HOME"] = str(toolkit)
+        else:
             # Compilation takes longer than a small model ever computes.
             environment |= {
                 "SGLANG_USE_CPU_ENGINE": "1",
@@ -344,7 +357,15 @@ class SglangControl:
             body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": GROUP}
             await self._update("/update_weights_from_distributed", body, version)
 
+    async def flush(self) -> None:
+        """Wait until the schedulers are idle, and drop the cache. No request may be in flight.
+
+        The end of a request reaches its client before a scheduler is idle.
+        """
+        await self._http.check(f"/flush_cache?timeout={FLUSH_SECONDS}")
+
     async def release_memory(self) -> None:
+        """Free the memory of weights and cache. SGLang ends if a scheduler is not idle: `flush`."""
         await self._post("/release_memory_occupation", {})
 
     async def resume_memory(self) -> None:

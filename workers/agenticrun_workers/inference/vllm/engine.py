@@ -90,6 +90,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         trust_remote_code: run the Python code in the model's folder.
         threads: CPU threads of the server's computation.
         gpus: number of GPUs; 0: compute on the CPU.
+        shares_gpus: a trainer has the GPUs while the engine sleeps.
 
     Raises:
         ValueError: `config` has an option that another field decides.
@@ -108,9 +109,18 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         trust_remote_code: bool = False,
         threads: int = 1,
         gpus: int = 0,
+        shares_gpus: bool = False,
     ) -> None:
         self._server = VllmServer(
-            folder, dtype, max_length, log_folder, config or {}, trust_remote_code, threads, gpus
+            folder,
+            dtype,
+            max_length,
+            log_folder,
+            config or {},
+            trust_remote_code,
+            threads,
+            gpus,
+            shares_gpus,
         )
         self._version = version
         self._restart_on_update = restart_on_update

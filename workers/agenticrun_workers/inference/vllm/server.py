@@ -16,6 +16,7 @@ from agenticrun_workers.inference.server_process import (
     ServerSpec,
     command_line,
     find_engine,
+    gpu_environment,
     with_our_plugin,
 )
 
@@ -115,6 +116,7 @@ class VllmServer:
     trust_remote_code: bool
     threads: int
     gpus: int
+    shares_gpus: bool
     flags: list[str] = field(init=False)
     max_requests: int = field(init=False)
     """Number of requests that the server computes at once."""
@@ -129,6 +131,7 @@ class VllmServer:
             trust_remote_code=self.trust_remote_code,
             config=self.config,
             gpu=self.gpus > 0,
+            shares_gpus=self.shares_gpus,
         )
         object.__setattr__(self, "flags", flags)
         object.__setattr__(self, "max_requests", max_requests(self.config))
@@ -149,14 +152,14 @@ class VllmServer:
     def spec(self) -> ServerSpec:
         """Return how to start the server. Raises `EngineStartError` if vLLM is not installed."""
         packages = GPU_PACKAGES if self.gpus else PACKAGES
-        python = str(find_engine("vllm", packages, VERSIONS, self.gpus))
+        python = find_engine("vllm", packages, VERSIONS, self.gpus)
         # The command `vllm` needs the metadata of a package of that name, which the build for CPUs
         # lacks.
         module = "vllm.entrypoints.openai.api_server"
         return ServerSpec(
             "vllm",
             command=lambda port: [
-                python,
+                str(python),
                 "-m",
                 module,
                 "--host",
@@ -166,13 +169,16 @@ class VllmServer:
                 *self.flags,
             ],
             log_folder=self.log_folder,
-            environment=server_environment(threads=self.threads, gpu=self.gpus > 0),
+            environment=server_environment(threads=self.threads, gpu=self.gpus > 0)
+            | (gpu_environment(python) if self.gpus else {}),
             stop_seconds=STOP_SECONDS,
         )
 
 
-def defaults(*, gpu: bool) -> dict[str, Any]:
+def defaults(*, gpu: bool, shares_gpus: bool) -> dict[str, Any]:
     """Return the options that `strategy.config` may replace.
+
+    An engine that shares its GPUs with a trainer can sleep.
 
     Without a GPU: no compilation, because its warm-up costs more than a small model ever gains; the
     worker inside the engine's process; and a fixed cache, because vLLM would allocate and zero
@@ -185,7 +191,7 @@ def defaults(*, gpu: bool) -> dict[str, Any]:
         "scheduling_policy": "priority",
     }
     if gpu:
-        return common | {"enable_sleep_mode": True}
+        return common | ({"enable_sleep_mode": True} if shares_gpus else {})
     return common | {
         "enforce_eager": True,
         "distributed_executor_backend": "uni",
@@ -201,6 +207,7 @@ def server_flags(
     trust_remote_code: bool,
     config: Mapping[str, Any],
     gpu: bool,
+    shares_gpus: bool = False,
 ) -> list[str]:
     """Return all flags but host and port.
 
@@ -209,7 +216,7 @@ def server_flags(
     """
     if dtype not in DTYPES:
         raise ValueError(f"spec.model.dtype {dtype}: vLLM computes with {' or '.join(DTYPES)}")
-    passed = command_line(config, OWNED, defaults(gpu=gpu), negatable=True)
+    passed = command_line(config, OWNED, defaults(gpu=gpu, shares_gpus=shares_gpus), negatable=True)
     return [
         *(
             "--model",
