@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from gpu_wheels import Wheel, locked_versions, locked_wheel
 ROOT = Path(__file__).parents[3]
 PLUGINS = ROOT / "workers/agenticrun_workers/inference"
 COMPLETE_TOOLKIT = ROOT / "images/worker/complete-toolkit"
+DRIVER_API = "nvidia/cu13/include/cuda.h"
 OF_THE_DRIVER = frozenset({"libcuda.so.1", "libnvidia-ml.so.1"})
 OF_THE_SYSTEM = frozenset(
     {
@@ -83,9 +85,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path = packages / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o644)
+    runtime = locked_wheel("sglang", "nvidia-cuda-runtime")
+    shutil.copy(runtime.file(DRIVER_API), packages / DRIVER_API)
     compiler = root / "fake/gcc"
     compiler.parent.mkdir()
-    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; : > "$2"\n')
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done; cat > "$2"\n')
     compiler.chmod(0o755)
     variables = {"PATH": f"{compiler.parent}:{os.environ['PATH']}"}
     for _ in range(2):  # it may run again
@@ -149,7 +153,8 @@ def test_what_sglang_compiles_finds_the_libraries_it_is_linked_with(server: dict
     """`base_link_flags`: -L$CUDA_HOME/lib64 -lcudart; of all-reduces -L<stubs> -lcuda."""
     home = Path(search_of_sglang("cuda_home", server))
     assert (home / "lib64/libcudart.so").resolve().name == "libcudart.so.13"
-    assert (Path(search_of_sglang("cuda_stubs_dir", server)) / "libcuda.so").exists()
+    stub = Path(search_of_sglang("cuda_stubs_dir", server)) / "libcuda.so"
+    assert "void cuTensorMapEncodeTiled(void) {}" in stub.read_text(), "what the compiler was given"
     assert f"-L{home}/lib64" in server_link_flags(server)
 
 
