@@ -460,7 +460,7 @@ def listens_alone(pid: int, port: int) -> bool:
 
 
 def gpu_environment(python: Path) -> dict[str, str]:
-    """Return variables for a server on GPUs, except those that the user has set.
+    """Return variables for a server on GPUs. What the user has set stays.
 
     The loader finds the libraries of CUDA, because a library that is preloaded (`LD_PRELOAD`) is
     loaded before Python and torch. Compiled kernels survive the server, whose temporary files do
