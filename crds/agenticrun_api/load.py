@@ -17,7 +17,7 @@ from agenticrun_api.names import ANNOTATION_VERSION, KIND, submission_id
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.status import AgenticRunStatus
 from agenticrun_api.version import __version__
-from agenticrun_api.yaml_text import EqualKeys, read_yaml_documents
+from agenticrun_api.yaml_text import InvalidYaml, read_yaml_documents
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -39,7 +39,7 @@ def read_run(path: Path) -> dict[str, Any]:
     """Return the only AgenticRun document in a YAML file, not validated. Raises `InvalidRun`."""
     try:
         found = read_yaml_documents(path.read_text(encoding="utf-8"))
-    except EqualKeys as error:
+    except InvalidYaml as error:
         raise InvalidRun([f"{path}: {error}"]) from error
     except yaml.YAMLError as error:
         raise InvalidRun([f"{path}: not YAML: {error}"]) from error

@@ -18,7 +18,7 @@ import yaml
 from agenticrun_api.base import camel
 from agenticrun_api.load import InvalidRun, parse_run, read_run
 from agenticrun_api.run import AgenticRun
-from agenticrun_api.yaml_text import EqualKeys, read_yaml
+from agenticrun_api.yaml_text import EqualKeys, InvalidYaml, read_yaml
 
 _SEGMENT = re.compile(r"([^.\[\]]+)((?:\[\d+\])*)")
 
@@ -75,6 +75,8 @@ def _apply(document: dict[str, Any], change: str) -> None:
         parsed = read_yaml(value)
     except EqualKeys as error:
         raise ValueError(f"{_shown(keys)}: {value!r} sets {error.key} twice") from error
+    except InvalidYaml as error:
+        raise ValueError(f"{_shown(keys)}: {error}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{_shown(keys)}: {value!r} is not YAML: {error}") from error
     node[_key_in(node, keys, len(keys) - 1)] = parsed

@@ -13,7 +13,8 @@ from agenticrun_api import InvalidRun, load_run, parse_run, version
 from agenticrun_api.load import parse_mounted, parse_served, read_run
 from agenticrun_api.overrides import load_run_with
 from agenticrun_api.version import __version__
-from agenticrun_api.yaml_text import read_yaml, write_yaml
+from agenticrun_api.yaml_text import InvalidYaml, read_yaml, write_yaml
+from kubectl_yaml import READ_BY_KUBECTL
 from runs import MINIMAL, REMOVE, Change, run_with
 
 EXAMPLES = [
@@ -247,6 +248,30 @@ def test_scientific_notation_is_a_number_as_kubectl_reads_it(
     file = tmp_path / "run.yaml"
     file.write_text(f"kind: AgenticRun\nx: {text}\n")
     assert read_run(file)["x"] == value
+
+
+@pytest.mark.parametrize(("text", "value"), READ_BY_KUBECTL)
+def test_values_are_those_that_kubectl_reads(text: str, value: object) -> None:
+    read = read_yaml(f"x: {text}\n")["x"]
+    assert (read, type(read)) == (value, type(value))
+    assert read_yaml(write_yaml({"x": read})) == {"x": read}
+    assert yaml.safe_load(write_yaml({"x": read})) == {"x": read}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:\n- 9223372036854775808", "line 2: 9223372036854775808 is too large for Kubernetes"),
+        ("a: -12345678901234567890123", "too large for Kubernetes to store exactly: write it in"),
+        ("{1.5: a}", "line 1: the mapping has the key 1.5, which is no text: quote it"),
+        ("{7: a, 007: b}", "line 1: two keys mean '7': quote them"),
+        ("{y: a, true: b}", "line 1: two keys mean 'true': quote them"),
+    ],
+)
+def test_what_kubernetes_cannot_store_exactly_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidYaml) as caught:
+        read_yaml(text)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
