@@ -295,8 +295,8 @@ SECTIONS = (
             Metric(
                 "group/zero_variance_share",
                 "share",
-                "of groups with equal rewards: estimators with a group baseline learn nothing "
-                "from them. A guard watches it",
+                "of groups that give no gradient because their rewards are equal; only with "
+                "estimators that compare groups. A guard watches it",
                 rank=13,
                 series=True,
                 symptoms=(
@@ -392,7 +392,9 @@ SECTIONS = (
         "tokens that are trained on, then over the step's optimizer steps.",
         (
             Metric(
-                "actor/{pg_loss,kl_loss}", "", "policy gradient, and KL to the reference (`lossKl`)"
+                "actor/{pg_loss,kl_loss}",
+                "",
+                "policy gradient, and KL to the reference (`lossKl`), whenever there is one",
             ),
             Metric(
                 "actor/total_loss",

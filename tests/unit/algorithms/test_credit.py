@@ -363,6 +363,47 @@ def test_zeroed_rewards_keep_the_format_penalty() -> None:
     ]
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo", "gigpo"])
+@pytest.mark.parametrize("score", [1.3, 100.0])
+def test_rounding_of_equal_rewards_teaches_nothing(estimator: Estimator, score: float) -> None:
+    other = float(np.nextafter(np.float32(score), 1e9))
+    batch = [Played((Turn(x),)) for x in [float(np.float32(score))] * 5 + [other] * 2]
+    result = credit(CreditSpec(estimator), batch)
+    assert result.per_turn_K.tolist() == [0.0] * 7
+    assert result.metrics["group/zero_variance_share"] == 1.0
+
+
+def test_rewards_of_turns_that_cancel_teach_nothing() -> None:
+    paid = [(0.1, 0.2, -0.3), (0.1, -0.1), (0.0,), (100.1, -100.0, -0.1)]
+    batch = [Played(tuple(Turn(float(np.float32(x))) for x in rewards)) for rewards in paid]
+    result = credit(CreditSpec("grpo"), batch)
+    assert not result.per_turn_K.any()
+    assert result.metrics["group/zero_variance_share"] == 1.0
+
+
+def test_equal_scores_of_gigpo_count_only_if_its_turns_are_equal_too() -> None:
+    early = [Played((Turn(1.0), Turn(0.0, state="b"))), Played((Turn(0.0), Turn(1.0, state="b")))]
+    equal = [Played((Turn(1.0),), group=1), Played((Turn(1.0),), group=1)]
+    result = credit(CreditSpec("gigpo"), [*early, *equal])
+    assert result.per_turn_K[:4].all()
+    assert result.metrics["group/zero_variance_share"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        CreditSpec("reinforce_plus_plus"),
+        CreditSpec("gae"),
+        CreditSpec("reinforce", norm_mean="batch", norm_std="batch"),
+        CreditSpec("step_reinforce"),
+        CreditSpec("gigpo", group_mean="none"),
+    ],
+)
+def test_estimators_that_do_not_compare_groups_report_no_equal_groups(spec: CreditSpec) -> None:
+    metrics = credit(spec, [Played((Turn(1.0),)), Played((Turn(1.0),))]).metrics
+    assert "group/zero_variance_share" not in metrics
+
+
 def test_groups_whose_members_all_score_the_same_are_reported() -> None:
     batch = [Played((Turn(x),), group=g) for g, x in ((0, 1.0), (0, 1.0), (1, 0.0), (1, 3.0))]
     metrics = credit(CreditSpec("grpo"), batch).metrics

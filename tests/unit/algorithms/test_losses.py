@@ -285,10 +285,19 @@ def test_kl_estimates_equal_their_formulas(
 ) -> None:
     new, ref = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
     top = math.inf if limit is None else limit
-    k2 = [min((r - n) ** 2 / 2, top) for n, r in rows]
+    k2 = [(r - n) ** 2 / 2 for n, r in rows]
     k3 = [min(math.exp(r - n) - (r - n) - 1, top) for n, r in rows]
     assert kl_loss(new, ref, "k2", limit).tolist() == pytest.approx(k2, abs=1e-12)
     assert kl_loss(new, ref, "k3", limit).tolist() == pytest.approx(k3, abs=1e-12)
+
+
+def test_k2_has_no_limit() -> None:
+    new = torch.tensor([-9.0, -1.0], requires_grad=True)
+    estimate = kl_loss(new, torch.tensor([-1.0, -1.5]), "k2")
+    estimate.sum().backward()  # type: ignore[no-untyped-call]
+    assert estimate.tolist() == [32.0, 0.125]
+    assert new.grad is not None
+    assert new.grad.tolist() == [-8.0, 0.5]
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3"])

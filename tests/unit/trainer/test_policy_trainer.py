@@ -165,6 +165,21 @@ def test_the_first_rl_step_starts_with_a_new_optimizer(
         np.testing.assert_allclose(weights(resumed)[name], value, atol=1e-12)
 
 
+def test_a_reference_that_only_the_reward_reads_is_measured(load: Load) -> None:
+    with_kl = replace(LOSSES["ppo"], aggregation="token-mean", entropy_coef=0.0)
+    without = replace(with_kl, kl_coef=0.0)
+    samples = batch(load(), with_kl)
+    pg_loss = actor_loss(load(), samples, without).item()
+    kl = actor_loss(load(), samples, replace(with_kl, kl_coef=1.0)).item() - pg_loss
+    for given, expected in (
+        (samples, kl),
+        ([replace(sample, ref_logprobs_T=None) for sample in samples], 0.0),
+    ):
+        metrics = fsdp2_policy(load, OptimizerSpec(1e-2), max_tokens=30).train_step(given, without)
+        assert metrics["actor/kl_loss"] == pytest.approx(expected)
+        assert metrics["actor/total_loss"] == pytest.approx(pg_loss)
+
+
 def test_metrics_say_what_the_step_did(load: Load) -> None:
     loss = replace(LOSSES["ppo"], aggregation="token-mean")
     samples = batch(load(), loss)

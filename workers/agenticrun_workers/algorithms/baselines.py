@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agenticrun_workers.algorithms.normalization import Over, normalization, set_means, set_sizes
+from agenticrun_workers.algorithms.normalization import Over, centers, normalization, set_sizes
 from agenticrun_workers.algorithms.segments import (
     Booleans,
     Floats,
@@ -33,7 +33,11 @@ class Compared:
 
 
 def grpo(
-    scores_N: Floats, groups_N: Integers, mean: Over = "group", std: Over = "group"
+    scores_N: Floats,
+    groups_N: Integers,
+    mean: Over = "group",
+    std: Over = "group",
+    sizes_N: Floats | None = None,
 ) -> Compared:
     """Return (s_i - mean) / std (Shao et al. 2024, arXiv 2402.03300).
 
@@ -42,20 +46,21 @@ def grpo(
         groups_N: number of each score's group, from 0.
         mean: set of the mean: the group, the batch, or none (0).
         std: set of the standard deviation: the group, the batch, or none (1).
+        sizes_N: see `normalization`; here and below.
     """
-    normalized = normalization(scores_N, groups_N, mean, std)
+    normalized = normalization(scores_N, groups_N, mean, std, sizes_N)
     return Compared(normalized.apply(scores_N), normalized.degenerate_N)
 
 
-def dr_grpo(scores_N: Floats, groups_N: Integers) -> Compared:
+def dr_grpo(scores_N: Floats, groups_N: Integers, sizes_N: Floats | None = None) -> Compared:
     """Return s_i - mean of the group (Liu et al. 2025, arXiv 2503.20783).
 
     Its loss aggregation is seq-mean-token-sum-norm.
     """
-    return grpo(scores_N, groups_N, "group", "none")
+    return grpo(scores_N, groups_N, "group", "none", sizes_N)
 
 
-def rloo(scores_N: Floats, groups_N: Integers) -> Compared:
+def rloo(scores_N: Floats, groups_N: Integers, sizes_N: Floats | None = None) -> Compared:
     """Return s_i - mean of the OTHER scores of the group (Ahmadian et al. 2024, arXiv 2402.14740).
 
     This equals (s_i - mean) n / (n - 1). In a group of one there are no others, and the value is 0.
@@ -63,7 +68,7 @@ def rloo(scores_N: Floats, groups_N: Integers) -> Compared:
     if not len(scores_N):
         return Compared(scores_N, np.zeros(0, np.bool_))
     size_N = set_sizes(groups_N)
-    centred_N = scores_N - set_means(scores_N, groups_N)
+    centred_N = scores_N - centers(scores_N, groups_N, sizes_N)
     return Compared(
         np.where(size_N < 2, 0.0, centred_N * size_N / np.maximum(size_N - 1, 1)), size_N < 2
     )
@@ -113,6 +118,7 @@ def gigpo(
     step_weight: float,
     mean: Over = "group",
     std: Over = "group",
+    sizes_K: Floats | None = None,
 ) -> StepCredit:
     """Return w_E A_E + w_S A_S for every turn (Feng et al. 2025, arXiv 2505.10978).
 
@@ -122,13 +128,21 @@ def gigpo(
     by `mean` and `std`, where `group` means the trajectory group for A_E and the turns with an
     equal state for A_S.
     """
-    episode = grpo(segment_sums(rewards_K, cu_turns_N1), groups_N, mean, std)
+    sizes_K = np.abs(rewards_K) if sizes_K is None else sizes_K
+    episode = grpo(
+        segment_sums(rewards_K, cu_turns_N1),
+        groups_N,
+        mean,
+        std,
+        segment_sums(sizes_K, cu_turns_N1),
+    )
     owner_K = owners(cu_turns_N1)
     step = grpo(
         step_returns(rewards_K, cu_turns_N1, gamma),
         state_sets(groups_N[owner_K], states_K),
         mean,
         std,
+        step_returns(sizes_K, cu_turns_N1, gamma),
     )
     values_K = episode_weight * episode.values_N[owner_K] + step_weight * step.values_N
     return StepCredit(

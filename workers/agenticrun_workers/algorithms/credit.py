@@ -25,6 +25,7 @@ from agenticrun_workers.algorithms.normalization import (
     Normalization,
     Over,
     normalization,
+    spread,
     zero_variance_share,
 )
 from agenticrun_workers.algorithms.rewards import (
@@ -80,6 +81,9 @@ class Episodes:
 
     Estimators of kind `advantage` need it for a KL in the reward.
     """
+    sizes_K: Floats | None = None
+    """Sum of the absolute values of what was added to the shaped reward of each turn, by which
+    float32 rounded it. `assign_credit` sets it."""
 
     def take(self, chosen: Integers) -> tuple[Episodes, Integers]:
         """Return the chosen trajectories, and the indices of their turns in the batch."""
@@ -207,11 +211,14 @@ def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) ->
     chosen = np.flatnonzero(episodes.trainable_N)
     valid, turns = episodes.take(chosen)
     valid.require_finite(chosen)
-    rewards_K, metrics = _shaped_rewards(spec, estimator, valid)
-    scores_N = segment_sums(rewards_K, valid.cu_turns_N1)
-    metrics["group/zero_variance_share"] = zero_variance_share(scores_N, codes(valid.groups_N))
+    rewards_K, sizes_K, metrics = _shaped_rewards(spec, estimator, valid)
+    valid = replace(valid, sizes_K=sizes_K)
+    if _compares_groups(spec):
+        metrics["group/zero_variance_share"] = _equal_groups(spec, valid, rewards_K)
     if estimator.kind == "advantage" and kl_coef:
         rewards_K = rewards_K - kl_coef * _given(valid.kl_K, "kl_K", "a KL in the reward")
+        # Log-probs of a token have a size of about one nat.
+        valid = replace(valid, sizes_K=sizes_K + kl_coef * valid.response_tokens_K)
     values_K, estimator_metrics = estimator.estimate(spec, valid, rewards_K)
     per_turn_K = np.zeros(len(episodes.rewards_K))
     per_turn_K[turns] = values_K
@@ -223,17 +230,60 @@ def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) ->
     return Credit(per_turn_K, estimator.kind, trains_N, metrics | estimator_metrics)
 
 
-def _shaped_rewards(spec: CreditSpec, estimator: Estimator, episodes: Episodes) -> Estimates:
-    """Return rewards per turn after penalties and clip, and metrics.
+def _compares_groups(spec: CreditSpec) -> bool:
+    """Return True if a group of equal rewards gives no gradient, or a user's function decides."""
+    if spec.estimator in ("grpo", "gigpo"):
+        return spec.group_mean == "group"
+    if spec.function is not None or spec.estimator in (
+        "rloo",
+        "dr_grpo",
+        "reinforce_plus_plus_baseline",
+    ):
+        return True
+    return spec.estimator != "step_reinforce" and spec.norm_grouping == spec.norm_mean == "group"
+
+
+def _equal_groups(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> float:
+    """Return the share of groups that give no gradient, because their rewards are equal."""
+    cu, groups_N = episodes.cu_turns_N1, codes(episodes.groups_N)
+    scores_N, sizes_N = segment_sums(rewards_K, cu), _sizes(episodes)
+    if spec.estimator != "gigpo" or not len(rewards_K):
+        return zero_variance_share(scores_N, groups_N, sizes_N)
+    # gigpo also compares turns: their returns may differ where the scores are equal.
+    owner_K, gamma = owners(cu), spec.step_reward_gamma
+    states_K = state_sets(groups_N[owner_K], _given(episodes.states_K, "states_K", "gigpo"))
+    returns_K, return_sizes_K = (
+        step_returns(values_K, cu, gamma) for values_K in (rewards_K, _sizes_of_turns(episodes))
+    )
+    differs_K = spread(scores_N, groups_N, sizes_N)[owner_K]
+    differs_K = differs_K | spread(returns_K, states_K, return_sizes_K)
+    differing = np.bincount(groups_N[owner_K], differs_K, minlength=int(groups_N.max()) + 1)
+    return float(np.mean(differing == 0))
+
+
+def _sizes_of_turns(episodes: Episodes) -> Floats:
+    return _given(episodes.sizes_K, "sizes_K", "an estimator")
+
+
+def _sizes(episodes: Episodes) -> Floats:
+    """Return the size of each trajectory's score; see `Episodes.sizes_K`."""
+    return segment_sums(_sizes_of_turns(episodes), episodes.cu_turns_N1)
+
+
+def _shaped_rewards(
+    spec: CreditSpec, estimator: Estimator, episodes: Episodes
+) -> tuple[Floats, Floats, dict[str, float]]:
+    """Return rewards per turn after penalties and clip, their sizes, and metrics.
 
     The reward of a whole trajectory is on its last turn.
     """
     cu = episodes.cu_turns_N1
-    rewards_K = episodes.rewards_K
-    metrics = _spread("critic/score", segment_sums(rewards_K, cu))
+    rewards_K, sizes_K = episodes.rewards_K, np.abs(episodes.rewards_K)
+    metrics = _range("critic/score", segment_sums(rewards_K, cu))
     if spec.truncated == "zero_reward":
         rewards_K = zero_rewards(rewards_K, cu, episodes.truncated_N)
-    rewards_K = rewards_K + format_penalties(episodes.invalid_K, episodes.format_penalty_N, cu)
+    penalties_K = format_penalties(episodes.invalid_K, episodes.format_penalty_N, cu)
+    rewards_K, sizes_K = rewards_K + penalties_K, sizes_K + np.abs(penalties_K)
     if spec.truncated == "soft_penalty":
         tokens_N = segment_sums(episodes.response_tokens_K, cu)
         overlong_N = overlong_penalty(
@@ -246,24 +296,29 @@ def _shaped_rewards(spec: CreditSpec, estimator: Estimator, episodes: Episodes) 
     placed = estimator.kind == "reward" or spec.function is not None
     by_turn = estimator.by_turn or (placed and spec.reward_placement == "turn")
     unclipped = rewards_K if by_turn else segment_sums(rewards_K, cu)
+    sizes = sizes_K if by_turn else segment_sums(sizes_K, cu)
     clipped = clip(unclipped, spec.reward_clip)
+    sizes = np.where(clipped != unclipped, np.abs(clipped), sizes)
     metrics["critic/reward_clip_frac"] = (
         float(np.mean(clipped != unclipped)) if len(unclipped) else 0.0
     )
-    return clipped if by_turn else on_last_turn(clipped, cu), metrics
+    if by_turn:
+        return clipped, sizes, metrics
+    return on_last_turn(clipped, cu), on_last_turn(sizes, cu), metrics
 
 
 def _compared(
-    compare: Callable[[CreditSpec, Floats, Integers], Compared],
+    compare: Callable[[CreditSpec, Floats, Integers, Floats], Compared],
 ) -> Callable[[CreditSpec, Episodes, Floats], Estimates]:
     """Return an estimator that compares the scores of a group: one value per trajectory."""
 
     def estimate(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates:
         cu = episodes.cu_turns_N1
-        compared = compare(spec, segment_sums(rewards_K, cu), codes(episodes.groups_N))
+        scores_N, groups_N = segment_sums(rewards_K, cu), codes(episodes.groups_N)
+        compared = compare(spec, scores_N, groups_N, _sizes(episodes))
         metrics = {
             "group/degenerate": float(compared.degenerate_N.sum()),
-            **_spread("critic/rewards", compared.values_N),
+            **_range("critic/rewards", compared.values_N),
         }
         return compared.values_N[owners(cu)], metrics
 
@@ -274,12 +329,16 @@ def _step_reinforce(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> 
     cu = episodes.cu_turns_N1
     returns_K = step_returns(rewards_K, cu, spec.step_reward_gamma)
     step = normalization(
-        returns_K, _sets(spec, episodes, owners(cu)), spec.norm_mean, spec.norm_std
+        returns_K,
+        _sets(spec, episodes, owners(cu)),
+        spec.norm_mean,
+        spec.norm_std,
+        step_returns(_sizes_of_turns(episodes), cu, spec.step_reward_gamma),
     )
     values_K = step.apply(returns_K)
     return values_K, {
         "group/degenerate": float(step.degenerate_N.sum()),
-        **_spread("critic/rewards", values_K),
+        **_range("critic/rewards", values_K),
     }
 
 
@@ -287,7 +346,9 @@ def _normalized(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Esti
     scores_N = segment_sums(rewards_K, episodes.cu_turns_N1)
     sets_N = _sets(spec, episodes, None)
     return _rewards_of_turns(
-        episodes, rewards_K, normalization(scores_N, sets_N, spec.norm_mean, spec.norm_std)
+        episodes,
+        rewards_K,
+        normalization(scores_N, sets_N, spec.norm_mean, spec.norm_std, _sizes(episodes)),
     )
 
 
@@ -296,7 +357,7 @@ def _less_the_groups_mean(_: CreditSpec, episodes: Episodes, rewards_K: Floats) 
     return _rewards_of_turns(
         episodes,
         rewards_K,
-        normalization(scores_N, codes(episodes.groups_N), "group", "none"),
+        normalization(scores_N, codes(episodes.groups_N), "group", "none", _sizes(episodes)),
     )
 
 
@@ -317,7 +378,7 @@ def _rewards_of_turns(
     ).astype(np.float64)
     metrics = {
         "group/degenerate": float(normalized.degenerate_N.sum()),
-        **_spread("critic/rewards", segment_sums(carried_K, cu)),
+        **_range("critic/rewards", segment_sums(carried_K, cu)),
     }
     return carried_K, metrics
 
@@ -333,13 +394,14 @@ def _gigpo(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates
         step_weight=spec.step_reward_weight,
         mean=spec.group_mean,
         std=spec.group_std,
+        sizes_K=_sizes_of_turns(episodes),
     )
     return credit.values_K, {
         "group/degenerate": float(credit.degenerate_N.sum()),
         "group/degenerate_steps": float(credit.degenerate_K.sum()),
-        **_spread("critic/rewards", credit.values_K),
-        **_spread("critic/episode_rewards_norm", credit.episode_N),
-        **_spread("critic/step_rewards_norm", credit.step_K),
+        **_range("critic/rewards", credit.values_K),
+        **_range("critic/episode_rewards_norm", credit.episode_N),
+        **_range("critic/step_rewards_norm", credit.step_K),
     }
 
 
@@ -358,7 +420,7 @@ def _own(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates:
     if not np.isfinite(values_K).all():
         turn = int(np.argmin(np.isfinite(values_K)))
         raise ValueError(f"{spec.estimator} returned {values_K[turn]} for turn {turn} of the batch")
-    return values_K, _spread("critic/rewards", values_K)
+    return values_K, _range("critic/rewards", values_K)
 
 
 def _sets(spec: CreditSpec, episodes: Episodes, owner_K: Integers | None) -> Integers:
@@ -391,7 +453,7 @@ def _given(array: NDArray[Any] | None, name: str, user: str) -> NDArray[Any]:
     return array
 
 
-def _spread(name: str, values: Floats) -> dict[str, float]:
+def _range(name: str, values: Floats) -> dict[str, float]:
     if not len(values):
         return {}
     return {
@@ -410,15 +472,13 @@ ESTIMATORS = {
     "reinforce_plus_plus_baseline": Estimator(_less_the_groups_mean, "reward", whitens=True),
     "grpo": Estimator(
         _compared(
-            lambda spec, scores_N, groups_N: baselines.grpo(
-                scores_N, groups_N, spec.group_mean, spec.group_std
+            lambda spec, scores_N, groups_N, sizes_N: baselines.grpo(
+                scores_N, groups_N, spec.group_mean, spec.group_std, sizes_N
             )
         )
     ),
-    "rloo": Estimator(_compared(lambda _, scores_N, groups_N: baselines.rloo(scores_N, groups_N))),
-    "dr_grpo": Estimator(
-        _compared(lambda _, scores_N, groups_N: baselines.dr_grpo(scores_N, groups_N))
-    ),
+    "rloo": Estimator(_compared(lambda _, *scores: baselines.rloo(*scores))),
+    "dr_grpo": Estimator(_compared(lambda _, *scores: baselines.dr_grpo(*scores))),
     "gigpo": Estimator(_gigpo, by_turn=True),
 }
 """By the name in `algorithm.name`."""

@@ -296,15 +296,14 @@ def kl_loss(
         k2  d^2 / 2
         k3  exp(d) - d - 1
 
-    Gradients flow through `logprobs_N` only. An estimate above `limit` counts as `limit`, without
-    gradient: k3 grows exponentially, and one token would outweigh the batch.
+    Gradients flow through `logprobs_N` only. A k3 above `limit` counts as `limit`, without
+    gradient: it grows exponentially, and one token would outweigh the batch.
     """
     difference_N = ref_logprobs_N.detach() - logprobs_N
     if kind == "k2":
-        estimate_N = difference_N.square() / 2
-    else:
-        exponent_N = difference_N if limit is None else difference_N.clamp(max=_LARGEST_EXPONENT)
-        estimate_N = exponent_N.expm1() - exponent_N
+        return difference_N.square() / 2
+    exponent_N = difference_N if limit is None else difference_N.clamp(max=_LARGEST_EXPONENT)
+    estimate_N = exponent_N.expm1() - exponent_N
     return estimate_N if limit is None else estimate_N.clamp(max=limit)
 
 

@@ -2,12 +2,12 @@
 
     x' = (x - mean) / std        mean and std each over the batch, over x's own set, or not at all
 
-The standard deviation is unbiased (n - 1). A set with n < 2 or std <= 1e-6 has no spread to divide
-by. Its scores stay centred if the mean was over that same set, else they become 0; either way they
-are counted.
+The standard deviation is unbiased (n - 1). A set with n < 2, or whose deviation is no more than the
+rounding of float32 (`ROUNDING` of its largest score), has no spread to divide by. Its mean is each
+score itself, so that nothing is left of the rounding. Its scores become 0, and are counted.
 
-Whitening does the same to the masked tokens of ALL ranks; with n < 2 or std <= 1e-6 they are only
-centred.
+Whitening does the same to the masked tokens of ALL ranks, which are only centred if they have no
+spread.
 
 Both take two phases: (n, sum) first, then the squares about the mean.
 """
@@ -28,8 +28,10 @@ from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, c
 Over = Literal["batch", "group", "none"]
 Grouping = Literal["batch", "group", "tag", "state"]
 
-MIN_SPREAD = 1e-6
-"""At or below this standard deviation a set has no spread."""
+ROUNDING = 4.0 * float(np.finfo(np.float32).eps)
+"""At or below this share of the largest score, a standard deviation is rounding: rewards and
+log-probs are float32. It is relative, because a reward of 100 is rounded to 8e-6, and rewards of
+1e-7 may differ."""
 
 Reduce = Callable[[Floats], Floats]
 """Element-wise sum of a float64 array over the ranks.
@@ -51,7 +53,9 @@ class Normalization:
         return (scores_N - self.shift_N) * self.scale_N
 
 
-def normalization(scores_N: Floats, sets_N: Integers, mean: Over, std: Over) -> Normalization:
+def normalization(
+    scores_N: Floats, sets_N: Integers, mean: Over, std: Over, sizes_N: Floats | None = None
+) -> Normalization:
     """Return shift and scale that normalise these scores.
 
     Args:
@@ -60,19 +64,38 @@ def normalization(scores_N: Floats, sets_N: Integers, mean: Over, std: Over) -> 
             whole batch.
         mean: set of the mean.
         std: set of the standard deviation.
+        sizes_N: sum of the absolute values that were added to each score, which sets its rounding;
+            None: of the score alone.
     """
-    batch_N = np.zeros_like(sets_N)
-    over = {"batch": batch_N, "group": sets_N}
-    shift_N = np.zeros(len(scores_N)) if mean == "none" else set_means(scores_N, over[mean])
-    if std == "none" or not len(scores_N):
+    if not len(scores_N):
+        return Normalization(np.zeros(0), np.ones(0), np.zeros(0, np.bool_))
+    over = {"batch": np.zeros_like(sets_N), "group": sets_N}
+    shift_N = np.zeros(len(scores_N)) if mean == "none" else centers(scores_N, over[mean], sizes_N)
+    if std == "none":
         return Normalization(shift_N, np.ones(len(scores_N)), np.zeros(len(scores_N), np.bool_))
     std_N = set_stds(scores_N, over[std])
-    degenerate_N = std_N <= MIN_SPREAD
+    degenerate_N = ~spread(scores_N, over[std], sizes_N)
     same_set = mean != "none" and np.array_equal(over[mean], over[std])
     scale_N = np.where(
         degenerate_N, 1.0 if same_set else 0.0, 1.0 / np.where(degenerate_N, 1.0, std_N)
     )
     return Normalization(shift_N, scale_N, degenerate_N)
+
+
+def spread(scores_N: Floats, sets_N: Integers, sizes_N: Floats | None = None) -> Booleans:
+    """Return True for scores of a set that differ by more than rounding, [N]; see `normalization`.
+
+    A set of one has no spread.
+    """
+    largest = np.zeros(int(sets_N.max(initial=-1)) + 1)
+    np.maximum.at(largest, sets_N, np.abs(scores_N) if sizes_N is None else sizes_N)
+    differs_N: Booleans = set_stds(scores_N, sets_N) > ROUNDING * largest[sets_N]
+    return differs_N
+
+
+def centers(scores_N: Floats, sets_N: Integers, sizes_N: Floats | None = None) -> Floats:
+    """Return the mean of each score's own set, [N]; the score itself if the set has no spread."""
+    return np.where(spread(scores_N, sets_N, sizes_N), set_means(scores_N, sets_N), scores_N)
 
 
 def set_means(scores_N: Floats, sets_N: Integers) -> Floats:
@@ -94,17 +117,15 @@ def set_sizes(sets_N: Integers) -> Integers:
     return np.bincount(sets_N)[sets_N]
 
 
-def zero_variance_share(scores_N: Floats, sets_N: Integers) -> float:
-    """Return the share of sets with equal scores only; 0 without sets.
+def zero_variance_share(scores_N: Floats, sets_N: Integers, sizes_N: Floats | None = None) -> float:
+    """Return the share of sets whose scores are equal up to rounding; 0 without sets.
 
     With a baseline per set, such a set contributes no gradient.
     """
     if not len(scores_N):
         return 0.0
-    lowest, highest = np.full(sets_N.max() + 1, np.inf), np.full(sets_N.max() + 1, -np.inf)
-    np.minimum.at(lowest, sets_N, scores_N)
-    np.maximum.at(highest, sets_N, scores_N)
-    return float(np.mean((lowest == highest)[np.isfinite(lowest)]))
+    first = np.unique(sets_N, return_index=True)[1]
+    return float(np.mean(~spread(scores_N, sets_N, sizes_N)[first]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +141,14 @@ class Moments:
         """Unbiased standard deviation; 0 for fewer than two values."""
         return float(np.sqrt(self.m2 / (self.count - 1))) if self.count > 1 else 0.0
 
-    @property
-    def scale(self) -> float:
-        """Factor by which whitening multiplies centred values."""
-        return 1.0 / self.std if self.std > MIN_SPREAD else 1.0
+    def scale(self, size: float = 0.0) -> float:
+        """Return the factor by which whitening multiplies centred values.
+
+        Args:
+            size: of what was subtracted to get the values, so that only rounding may be left of
+                them.
+        """
+        return 1.0 / self.std if self.std > ROUNDING * max(abs(self.mean), size) else 1.0
 
 
 def moments(

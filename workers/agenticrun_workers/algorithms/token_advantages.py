@@ -138,7 +138,9 @@ def token_advantages(
         rewards, reward_metrics = _token_rewards(spec, tokens, per_turn_K, kl_coef, mask_L, reduce)
         returns_L = _discount(spec, tokens, rewards, mask_L, advantages_L, totals_N4)
         metrics |= reward_metrics
-    metrics |= _whiten_and_clip(spec, advantages_L, mask_L, cu_N1, column_sums(totals_N4), reduce)
+    metrics |= _whiten_and_clip(
+        spec, advantages_L, mask_L, cu_N1, column_sums(totals_N4), kl_coef, reduce
+    )
     return TokenAdvantages(advantages_L, returns_L, mask_L, weights_L, metrics)
 
 
@@ -216,7 +218,7 @@ def _token_rewards(
         count, total, _, clipped = sums_about(0.0)
         if spec.whiten_rewards:
             over_ranks = moments(count, total, lambda center: sums_about(center)[1:3], reduce)
-            rewards = rewards._replace(shift=over_ranks.mean, scale=over_ranks.scale)
+            rewards = rewards._replace(shift=over_ranks.mean, scale=over_ranks.scale(kl_coef))
         count, clipped = reduce(np.array([count, clipped]))
         metrics["critic/token_reward_clip_frac"] = float(clipped / max(count, 1.0))
     return rewards, metrics
@@ -294,6 +296,7 @@ def _whiten_and_clip(
     mask_L: Booleans,
     cu_N1: Integers,
     totals: Floats,
+    kl_coef: float,
     reduce: Reduce,
 ) -> dict[str, float]:
     """Whiten and clip in place.
@@ -312,9 +315,9 @@ def _whiten_and_clip(
     if spec.whiten_advantages or spec.row.whitens:
         over_ranks = token_moments(totals[0], totals[1], advantages_L, mask_L, cu_N1, reduce)
         metrics["critic/advantages/std"] = over_ranks.std
-        clipped = rescale(
-            advantages_L, mask_L, cu_N1, over_ranks.mean, over_ranks.scale, spec.advantage_clip
-        )
+        # An advantage is what is left of a return without the critic's value, and of log-probs.
+        scale = over_ranks.scale(max(kl_coef, abs(float(values / tokens))))
+        clipped = rescale(advantages_L, mask_L, cu_N1, over_ranks.mean, scale, spec.advantage_clip)
     elif spec.advantage_clip is not None:
         clipped = rescale(advantages_L, mask_L, cu_N1, bound=spec.advantage_clip)
     if spec.advantage_clip is not None:

@@ -190,6 +190,7 @@ def guards_of(spec: Guards) -> tuple[Guard, ...]:
                 upper=True,
                 advice="most groups have equal rewards and give no gradient: "
                 "change the difficulty of the tasks or set trainEnvs.groupFilter",
+                blind=": the algorithm does not compare the trajectories of a group",
             )
         )
     return tuple(guards)

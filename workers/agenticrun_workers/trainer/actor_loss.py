@@ -25,7 +25,13 @@ from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.ranks import Ranks
 from agenticrun_workers.trainer.samples import Sample
 
-OPTIONAL = ("old_logprobs_T", "engine_logprobs_T", "is_weights_T", "current_T")
+OPTIONAL = (
+    "old_logprobs_T",
+    "ref_logprobs_T",
+    "engine_logprobs_T",
+    "is_weights_T",
+    "current_T",
+)
 """Arrays that the loss reads if the samples have them: all samples of a step, or none."""
 SUMS = (
     "pg_loss",
@@ -57,7 +63,7 @@ class LossSpec:
     kl_coef: float = 0.0
     kl_kind: KlKind = "k3"
     kl_limit: float | None = 10.0
-    """A token's estimate is clamped to it, without gradient above it."""
+    """A token's k3 is clamped to it, without gradient above it."""
     temperature: float = 1.0
     """Temperature of sampling: log-probs and entropies are those of logits / temperature."""
 
@@ -111,9 +117,11 @@ class ActorLoss:
         policy = policy_loss(spec.variant, spec.ratio, tokens)
         pg = (coefficients_N * policy.loss_N).sum()
         kl = logprobs_N.new_zeros(())
-        if spec.kl_coef:
+        if spec.kl_coef or "ref_logprobs_T" in self._given:
             ref_N = batch.pick(samples, "ref_logprobs_T", dtype)
-            kl = (coefficients_N * kl_loss(logprobs_N, ref_N, spec.kl_kind, spec.kl_limit)).sum()
+            # Also a reference that only the reward reads shows how far the policy has moved.
+            moved_N = logprobs_N if spec.kl_coef else logprobs_N.detach()
+            kl = (coefficients_N * kl_loss(moved_N, ref_N, spec.kl_kind, spec.kl_limit)).sum()
         total: Tensor = pg + spec.kl_coef * kl
         if spec.entropy_coef:
             total = total - spec.entropy_coef * (coefficients_N * entropies_N).sum()
