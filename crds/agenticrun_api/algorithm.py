@@ -514,7 +514,8 @@ class Guards(Model):
     min_entropy: Bound | None = None
     """Alarm below this mean entropy of the sampled tokens, in nats: the policy has collapsed."""
     max_zero_variance_share: Share | None = None
-    """Alarm above this share of groups with equal rewards, which contribute no gradient."""
+    """Alarm above this share of groups with equal rewards, which contribute no gradient. For
+    algorithms that compare the trajectories of a group."""
     patience: Annotated[int, Field(ge=1, le=10_000)] = 3
     """Number of consecutive steps in which the condition of an alarm must hold."""
     action: Literal["Report", "Fail"] = "Report"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,21 +13,26 @@ Path = Annotated[str, Field(min_length=1, max_length=1024)]
 
 class DatasetSpec(Model):
     """A data set with one item per episode: JSONL, Parquet or CSV files, a folder saved by Hugging
-    Face datasets, or a name on the Hugging Face Hub.
+    Face datasets, or a name on the Hugging Face Hub. JSON values are those of the file, and fields
+    of CSV files are text.
     """
 
     path: Path
-    """A file, glob or folder that every env pod can read, or a name on the Hugging Face Hub."""
+    """A file, glob or folder that every env pod can read, or a name on the Hugging Face Hub. JSON
+    and CSV files may end with .gz or .zst."""
     split: Annotated[str, Field(min_length=1, max_length=253)] = "train"
     """Split for training."""
     val_split: Annotated[str, Field(min_length=1, max_length=253)] | None = None
     """Split for validation. Default: `valShare` of `split` is held out."""
-    val_share: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of `split` that is held out for validation if `valSplit` is not set."""
+    val_share: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of `split` that is held out for validation if `valSplit` is not set. Nothing is held
+    out if valEnvs does not have the tag, or of a warm-up without valEnvs."""
     shuffle: bool = True
     """Shuffle in each epoch, with a seed from pipeline.seed."""
     columns: Annotated[dict[str, Annotated[str, Field(max_length=253)]], Field(max_length=64)] = {}
     """Map from new names to columns of the data, for environments that expect other names."""
+    types: Annotated[dict[str, Literal["int", "float", "bool"]], Field(max_length=64)] = {}
+    """Types of columns of CSV files, which are text otherwise. An empty field becomes None."""
 
 
 class AgentSpec(Model):
@@ -115,8 +120,8 @@ class GroupFilter(Model):
     """Filter of finished groups. Rejected groups are not trained on; others are run instead."""
 
     type: PlugIn = "zero_variance"
-    """zero_variance (rejects groups with equal rewards), or module:function, which gets the list of
-    rewards and returns True to reject the group."""
+    """zero_variance (rejects groups with rewards that are equal up to rounding), or
+    module:function, which gets the list of rewards and returns True to reject the group."""
     max_rejected: Annotated[int, Field(ge=1, le=1_000_000)] = 64
     """Number of groups that may be rejected for one batch before the run fails."""
 

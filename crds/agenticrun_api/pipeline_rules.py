@@ -95,6 +95,27 @@ BATCH_RULES = (
     ),
 )
 
+GROUP_RULES = (
+    Rule(
+        "self.trainEnvs.groupSize >= 2 || !has(self.trainEnvs.groupFilter) || "
+        "self.trainEnvs.groupFilter.type != 'zero_variance'",
+        "groupFilter zero_variance rejects each group of one: raise trainEnvs.groupSize, or leave "
+        "groupFilter out",
+        ".trainEnvs.groupFilter",
+        lambda p: (
+            p.train_envs.group_size >= 2
+            or p.train_envs.group_filter is None
+            or p.train_envs.group_filter.type != "zero_variance"
+        ),
+    ),
+    Rule(
+        "self.trainEnvs.groupSize >= 2 || !has(self.guards.maxZeroVarianceShare)",
+        "maxZeroVarianceShare counts each group of one: raise trainEnvs.groupSize, or leave it out",
+        ".guards.maxZeroVarianceShare",
+        lambda p: p.train_envs.group_size >= 2 or p.guards.max_zero_variance_share is None,
+    ),
+)
+
 TAG_RULES = (
     unique(
         "envs", "tag", message="each entry of envs needs a tag of its own, and two have the same"
@@ -123,6 +144,26 @@ TAG_RULES = (
         "the entry",
         ".rewards",
         lambda p: {e.tag for e in p.envs} >= {tag for reward in p.rewards for tag in reward.tags},
+    ),
+)
+
+DATASET_RULES = (
+    Rule(
+        "!has(self.valEnvs) || self.envs.all(e, !has(e.dataset) || has(e.dataset.valSplit) || "
+        "e.dataset.valShare > 0.0 || !(e.tag in self.valEnvs.tags))",
+        "valEnvs has an environment of whose data set nothing is held out: set valShare above 0, "
+        "or valSplit",
+        ".envs",
+        lambda p: (
+            p.val_envs is None
+            or all(
+                e.dataset is None
+                or e.dataset.val_split is not None
+                or e.dataset.val_share > 0
+                or e.tag not in p.val_envs.tags
+                for e in p.envs
+            )
+        ),
     ),
 )
 
@@ -325,7 +366,9 @@ REPLAY_RULES = (
 
 PIPELINE_RULES = (
     *BATCH_RULES,
+    *GROUP_RULES,
     *TAG_RULES,
+    *DATASET_RULES,
     *ALGORITHM_RULES,
     *WARMUP_RULES,
     *OFF_POLICY_RULES,

@@ -94,6 +94,11 @@ _SAVED = ("spec.checkpoint.uri", "s3://bucket/prefix")
 _AGG = f"{_P}.algorithm.lossAggMode"
 _NORM = f"{_P}.rewardNormalization"
 _CRITIC: tuple[Change, ...] = ((f"{_P}.critic", {}),)
+_ALL_TRAINED = {
+    "tag": "Lake",
+    "type": "frozen_lake",
+    "dataset": {"path": "items.jsonl", "valShare": 0},
+}
 _VAL = {"groups": 2, "groupSize": 2, "tags": ["Lake"]}
 _TWO = [{"tag": "Lake", "type": "frozen_lake"}, {"tag": "Pond", "type": "frozen_lake"}]
 _BOTH = ["Lake", "Pond"]
@@ -688,6 +693,39 @@ RULE_CASES: tuple[RuleCase, ...] = (
         f"{_P}.valEnvs.tags",
         ((f"{_P}.valEnvs", {**_VAL, "tags": ["Pond"]}),),
         ((f"{_P}.valEnvs", _VAL),),
+    ),
+    RuleCase(
+        Pipeline,
+        "valEnvs has an environment of whose data set nothing is held out",
+        f"{_P}.envs",
+        ((f"{_P}.valEnvs", _VAL), (f"{_P}.envs", [_ALL_TRAINED])),
+        ((f"{_P}.envs", [_ALL_TRAINED]),),
+    ),
+    RuleCase(
+        Pipeline,
+        "groupFilter zero_variance rejects each group of one",
+        f"{_P}.trainEnvs.groupFilter",
+        (
+            (f"{_P}.trainEnvs.groupSize", 1),
+            (f"{_P}.algorithm.name", "reinforce"),
+            (f"{_P}.trainEnvs.groupFilter", {}),
+        ),
+        (
+            (f"{_P}.trainEnvs.groupSize", 1),
+            (f"{_P}.algorithm.name", "reinforce"),
+            (f"{_P}.trainEnvs.groupFilter", {"type": "my_filters:picky"}),
+        ),
+    ),
+    RuleCase(
+        Pipeline,
+        "maxZeroVarianceShare counts each group of one",
+        f"{_P}.guards.maxZeroVarianceShare",
+        (
+            (f"{_P}.trainEnvs.groupSize", 1),
+            (f"{_P}.algorithm.name", "reinforce"),
+            (f"{_P}.guards", {"maxZeroVarianceShare": 0.9}),
+        ),
+        ((f"{_P}.guards", {"maxZeroVarianceShare": 0.9}),),
     ),
     RuleCase(
         Pipeline,

@@ -136,11 +136,22 @@ def pipeline(*paths: str | None, **changes: Any) -> Pipeline:
     )
 
 
+def test_items_are_held_out_only_for_environments_that_are_validated(folder: Path) -> None:
+    paths, val = (write(folder, 10, "a"), write(folder, 10, "b")), {"groups": 1, "tags": ["B"]}
+    for changes, sizes in (({}, [10, 10]), ({"valEnvs": val, "valBatchSize": 2}, [10, 9])):
+        items = EpisodeItems(pipeline(*paths, **changes))
+        played = [
+            {items.of(tag, Stream.TRAIN, group)["number"] for group in range(n, 40, 2)}  # type: ignore[index]
+            for n, tag in enumerate("AB")
+        ]
+        assert [len(numbers) for numbers in played] == sizes
+
+
 def test_two_tags_each_play_all_of_their_own_items(folder: Path) -> None:
     items = EpisodeItems(pipeline(write(folder, 10, "a"), write(folder, 10, "b")))
     cycle = ("A", "B")
     played: dict[str, Counter[int]] = {"A": Counter(), "B": Counter()}
-    for group in range(36):
+    for group in range(40):
         tag = cycle[group % 2]
         item = items.of(tag, Stream.TRAIN, group)
         assert item is not None

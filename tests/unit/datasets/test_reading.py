@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
+import math
+import pickle
 import socket
 from pathlib import Path
 from typing import Any
 
 import datasets as hf
+import pyarrow as pa
 import pytest
 
 from agenticrun_api.environments import DatasetSpec
@@ -83,6 +89,108 @@ def test_chat_messages_and_numbers_keep_their_types(tmp_path: Path) -> None:
     assert open_dataset(str(tmp_path / "items.jsonl")).item(Stream.TRAIN, 0) == row
 
 
+def item_of(path: Path, content: str, **options: Any) -> Any:
+    path.write_text(content, encoding="utf-8")
+    return open_dataset(str(path), valSplit="train", **options).item(Stream.TRAIN, 0)
+
+
+VALUES = (
+    '"2026-01-04"',
+    '"2026-01-04T10:00:00Z"',
+    "18446744073709551617",
+    "9007199254740993",
+    '"007"',
+    "1e5",
+    "[1, 2.5, null, {}]",
+    '{"a": {"b": [true]}}',
+    '"\\u2028 \U0001f917"',
+    '""',
+    "null",
+)
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", ["items.jsonl", "items.json", "list.json"])
+def test_values_of_json_are_those_of_the_file(tmp_path: Path, name: str, value: str) -> None:
+    rows = [f'{{"answer": {value}}}', '{"answer": 1.5}']
+    content = f"[{','.join(rows)}]" if name == "list.json" else "\n".join(rows)
+    item = item_of(tmp_path / name, content)
+    assert (item["answer"], type(item["answer"])) == (json.loads(value), type(json.loads(value)))
+
+
+@pytest.mark.parametrize(
+    "text", ["007", "1.10", "1e5", "NA", "None", "null", "TRUE", "", "nan", " a ", "2026-01-04"]
+)
+def test_fields_of_csv_are_text(tmp_path: Path, text: str) -> None:
+    assert item_of(tmp_path / "items.csv", f"q,n\n{text},1\n") == {"q": text, "n": "1"}
+
+
+def test_fields_of_csv_are_what_the_spec_declares(tmp_path: Path) -> None:
+    content = "n,share,good,text\n007,1.10,TRUE,007\n,,,\n"
+    types = {"n": "int", "share": "float", "good": "bool"}
+    path = tmp_path / "items.csv"
+    item = item_of(path, content, types=types)
+    assert item == {"n": 7, "share": 1.1, "good": True, "text": "007"}
+    assert open_dataset(str(path), valSplit="train", types=types).item(Stream.TRAIN, 1) == {
+        "n": None,
+        "share": None,
+        "good": None,
+        "text": "",
+    }
+
+
+def test_csv_fields_may_have_line_breaks_quotes_and_any_unicode(tmp_path: Path) -> None:
+    fields = ['two\r\nlines, "quoted"', "\u2028 \x85 \x0c", "\U0001f917"]
+    written = io.StringIO(newline="")
+    csv.writer(written).writerows([["a", "b", "c"], fields, ["1", "2", "3"]])
+    path = tmp_path / "items.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + written.getvalue().encode())
+    dataset = open_dataset(str(path), valSplit="train")
+    assert dataset.size(Stream.TRAIN) == 2
+    assert [*dataset.item(Stream.TRAIN, 0).values()] == fields
+    assert dataset.item(Stream.TRAIN, 1) == {"a": "1", "b": "2", "c": "3"}
+
+
+def test_rows_may_lack_columns_and_files_may_have_blank_lines_and_a_byte_order_mark(
+    tmp_path: Path,
+) -> None:
+    rows = b'\xef\xbb\xbf\r\n{"a": 1}\r\n\n{"b": NaN}'
+    (tmp_path / "items.jsonl").write_bytes(rows)
+    dataset = open_dataset(str(tmp_path / "items.jsonl"), valSplit="train")
+    assert dataset.size(Stream.TRAIN) == 2
+    assert dataset.item(Stream.TRAIN, 0) == {"a": 1, "b": None}
+    assert math.isnan(dataset.item(Stream.TRAIN, 1)["b"])
+    assert item_of(tmp_path / "items.csv", "a,b\n\n1\n") == {"a": "1", "b": None}
+
+
+@pytest.mark.parametrize("name", ["items.jsonl", "items.csv"])
+def test_compressed_files_hold_the_same_items(tmp_path: Path, name: str) -> None:
+    (write_lines if name.endswith("l") else write_csv)(tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+    (tmp_path / f"{name}.zst").write_bytes(pa.compress(content, codec="zstd", asbytes=True))
+    expected = questions(open_dataset(str(tmp_path / name)))
+    for suffix in (".gz", ".zst"):
+        assert questions(open_dataset(str(tmp_path / f"{name}{suffix}"))) == expected
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    item = item_of(tmp_path / "items.csv", "question;answer\n1+1;2\n")
+    with pytest.raises(KeyError) as caught:
+        item["question"]
+    assert str(caught.value) == "the data set has no column 'question'; it has question;answer"
+    assert item.get("question") is None
+    again = pickle.loads(pickle.dumps(item))
+    assert (again, type(again)) == (item, type(item))
+
+
+def test_nothing_is_held_out_where_nothing_validates(tmp_path: Path) -> None:
+    spec = DatasetSpec(path=write_lines(tmp_path / "items.jsonl"))
+    assert Dataset(spec, 0, "dataset", validates=False).size(Stream.TRAIN) == 6
+    path = write_lines(tmp_path / "one.jsonl", ROWS[:1])
+    assert open_dataset(path, valShare=0).size(Stream.TRAIN) == 1
+
+
 def test_a_validation_split_of_its_own_is_played_whole_and_nothing_is_held_out(
     tmp_path: Path,
 ) -> None:
@@ -131,14 +239,47 @@ def test_what_is_missing_is_named_with_what_there_is(
     [
         ("items.jsonl", "", "is empty"),
         ("items.jsonl", "{nope\n", "cannot be read: JSON parse error"),
+        (
+            "items.jsonl",
+            '{"a": 1}\n{"a": ',
+            "items.jsonl cannot be read: JSON parse error in line 2",
+        ),
+        ("items.jsonl", '{"a": 1}\n[1]', "cannot be read: line 2 is no object"),
+        ("items.jsonl", '\n{"a": "\\ud800"}', "JSON parse error in line 2: .*surrogates"),
+        ("items.jsonl", "[" * 100_000, "JSON parse error in line 1: maximum recursion depth"),
+        ("items.json", "[1]", "cannot be read: item 1 is no object"),
+        ("items.json", '[{"a": 1}', "cannot be read: JSON parse error"),
+        ("items.jsonl", '{"a": "é"}', r"items\.jsonl is not UTF-8 \(line 1\)"),
+        ("items.csv", "a\n1\né", r"items\.csv is not UTF-8 \(line 3\)"),
+        ("items.csv", 'a,b\n1,"2\n', "CSV error in line 2: unexpected end of data"),
+        ("items.csv", "a,b\n1,2,3\n", "CSV error in line 2: 3 fields, but 2 columns: a, b"),
+        ("items.csv", "a,a\n1,2\n", "line 1: two columns have the same name: a, a"),
+        ("items.jsonl.gz", "hello", "items.jsonl.gz cannot be read: Not a gzipped file"),
         ("items.txt", "hello", "one kind of .jsonl, .json, .csv, .parquet"),
+        ("items.parquet.gz", "hello", "one kind of .jsonl, .json, .csv, .parquet"),
     ],
 )
 def test_unreadable_files_say_why(tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, encoding="latin-1")
     with pytest.raises(InvalidConfig, match=message) as caught:
         open_dataset(str(tmp_path / name))
     assert caught.value.path == "dataset.path"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "field", "message"),
+    [
+        ("items.csv", "n\n7_0\n", "dataset.path", "line 2: column n has '7_0', which is no int"),
+        ("items.csv", "m\n7\n", "dataset.types.n", "no column 'n'; it has m"),
+        ("items.jsonl", '{"n": 7}', "dataset.types", "types are those of CSV fields"),
+    ],
+)
+def test_types_that_do_not_fit_are_refused(
+    tmp_path: Path, name: str, content: str, field: str, message: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=message) as caught:
+        item_of(tmp_path / name, content, types={"n": "int"})
+    assert caught.value.path == field
 
 
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:

@@ -122,6 +122,20 @@ class HasVocabulary(Protocol):
         ...
 
 
+class NoColumn(KeyError):
+    """An item has no column of that name. The text names those that it has."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Row(dict[str, Any]):
+    """An item of a data set: values by column."""
+
+    def __missing__(self, name: str) -> Any:
+        raise NoColumn(f"the data set has no column {name!r}; it has {', '.join(self)}")
+
+
 @runtime_checkable
 class TakesItem(Protocol):
     """An environment that plays items of `envs[].dataset`."""

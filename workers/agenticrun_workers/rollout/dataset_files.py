@@ -9,21 +9,34 @@ import glob
 import os
 import re
 from pathlib import Path
-
-import datasets as hf
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from agenticrun_api.environments import DatasetSpec
 from agenticrun_workers.errors import InvalidConfig, RolloutFailed
+from agenticrun_workers.rollout.text_rows import (
+    COMPRESSED,
+    BadFile,
+    file_kind,
+    read_csv,
+    read_json,
+)
 
-hf.disable_progress_bars()
+if TYPE_CHECKING:
+    import datasets as hf
 
-READERS = {
-    ".jsonl": hf.Dataset.from_json,
-    ".json": hf.Dataset.from_json,
-    ".csv": hf.Dataset.from_csv,
-    ".parquet": hf.Dataset.from_parquet,
-}
-"""Readers by file suffix. `hf.load_dataset` reads them too, but reports each use to a server."""
+KINDS = (".jsonl", ".json", ".csv", ".parquet")
+"""Kinds of files by suffix. JSON and CSV may be compressed."""
+
+
+class Rows(Protocol):
+    """The rows of a split."""
+
+    column_names: list[str]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int) -> dict[str, Any]: ...
+
 
 FILES_SPLIT = "train"
 """Split name of plain files."""
@@ -31,11 +44,11 @@ FILES_SPLIT = "train"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def read_splits(spec: DatasetSpec, field: str) -> dict[str, hf.Dataset]:
+def read_splits(spec: DatasetSpec, field: str) -> dict[str, Rows]:
     """Return the splits by name.
 
     Args:
-        spec: path or hub name.
+        spec: path or hub name, and types of columns.
         field: path of the spec, for messages.
 
     Raises:
@@ -43,15 +56,18 @@ def read_splits(spec: DatasetSpec, field: str) -> dict[str, hf.Dataset]:
         RolloutFailed: the hub cannot be reached.
     """
     found = _find(spec.path)
-    if not found and _HUB_NAME.fullmatch(spec.path) and Path(spec.path).suffix not in READERS:
-        return _from_hub(spec.path, field)
-    if not found:
+    is_hub_name = _HUB_NAME.fullmatch(spec.path) and file_kind(spec.path) not in KINDS
+    if not found and not is_hub_name:
         raise InvalidConfig(
             f"{field}.path", f"no file or folder {spec.path} can be read on the env pods"
         )
-    if len(found) == 1 and Path(found[0]).is_dir():
-        return _from_folder(found[0], field)
-    return {FILES_SPLIT: _from_files(found, field)}
+    if found and not Path(found[0]).is_dir():
+        return {FILES_SPLIT: _from_files(found, spec, field)}
+    if spec.types:
+        raise InvalidConfig(f"{field}.types", NO_TYPES)
+    if len(found) > 1:
+        raise InvalidConfig(f"{field}.path", f"{spec.path} matches several folders: name one")
+    return _from_folder(found[0], field) if found else _from_hub(spec.path, field)
 
 
 def _find(path: str) -> list[str]:
@@ -61,28 +77,61 @@ def _find(path: str) -> list[str]:
     return next(filter(None, matches), [])
 
 
-def _from_files(paths: list[str], field: str) -> hf.Dataset:
-    suffixes = {Path(path).suffix for path in paths}
-    if len(suffixes) != 1 or not suffixes <= READERS.keys():
+NO_TYPES = "types are those of CSV fields; other data sets have their own: leave it out"
+
+
+def _from_files(paths: list[str], spec: DatasetSpec, field: str) -> Rows:
+    kinds = {file_kind(path) for path in paths}
+    compressed = any(path.endswith(COMPRESSED) for path in paths)
+    if len(kinds) != 1 or not kinds <= {*KINDS} or (compressed and ".parquet" in kinds):
         raise InvalidConfig(
             f"{field}.path",
-            f"one kind of {', '.join(READERS)} is expected, "
-            f"not {', '.join(sorted(suffixes)) or 'none'}",
+            f"one kind of {', '.join(KINDS)} (JSON and CSV also with {' or '.join(COMPRESSED)}) "
+            f"is expected, not {', '.join(sorted({Path(path).suffix for path in paths}))}",
         )
     filled = [path for path in paths if Path(path).stat().st_size]
     if not filled:
         raise InvalidConfig(f"{field}.path", f"{paths[0]} is empty")
+    (kind,) = kinds
+    if spec.types and kind != ".csv":
+        raise InvalidConfig(f"{field}.types", NO_TYPES)
     try:
-        return READERS[suffixes.pop()](filled)
+        if kind == ".parquet":
+            return _from_parquet(filled, field)
+        rows = read_csv(filled, spec.types) if kind == ".csv" else read_json(filled)
+    except BadFile as error:
+        raise InvalidConfig(f"{field}.path", str(error)) from error
+    for name in spec.types:
+        if name not in rows.column_names:
+            raise InvalidConfig(
+                f"{field}.types.{name}",
+                f"{spec.path} has no column {name!r}; it has {', '.join(rows.column_names)}",
+            )
+    return rows
+
+
+def _from_parquet(paths: list[str], field: str) -> Rows:
+    hf = _library()
+    try:
+        # `hf.load_dataset` reads them too, but reports each use to a server.
+        return cast(Rows, hf.Dataset.from_parquet(paths))
     except (hf.exceptions.DatasetGenerationError, ValueError) as error:
         raise InvalidConfig(
-            f"{field}.path", f"{', '.join(filled)} cannot be read: {error.__cause__ or error}"
+            f"{field}.path", f"{', '.join(paths)} cannot be read: {error.__cause__ or error}"
         ) from error
 
 
-def _from_folder(path: str, field: str) -> dict[str, hf.Dataset]:
+def _library() -> Any:
+    """Return Hugging Face's library, which brings pandas and pyarrow: only if it is needed."""
+    import datasets as hf
+
+    hf.disable_progress_bars()
+    return hf
+
+
+def _from_folder(path: str, field: str) -> dict[str, Rows]:
     try:
-        loaded = hf.load_from_disk(path)
+        loaded = _library().load_from_disk(path)
     except (FileNotFoundError, ValueError) as error:
         message = (
             f"{path} is no folder that save_to_disk wrote; "
@@ -92,9 +141,9 @@ def _from_folder(path: str, field: str) -> dict[str, hf.Dataset]:
     return _by_name(loaded)
 
 
-def _from_hub(name: str, field: str) -> dict[str, hf.Dataset]:
+def _from_hub(name: str, field: str) -> dict[str, Rows]:
     try:
-        return _by_name(hf.load_dataset(name))
+        return _by_name(_library().load_dataset(name))
     except FileNotFoundError as error:
         raise InvalidConfig(
             f"{field}.path",
@@ -107,7 +156,7 @@ def _from_hub(name: str, field: str) -> dict[str, hf.Dataset]:
         ) from error
 
 
-def _by_name(loaded: hf.Dataset | hf.DatasetDict) -> dict[str, hf.Dataset]:
-    if isinstance(loaded, hf.DatasetDict):
-        return {str(name): split for name, split in loaded.items()}
-    return {str(loaded.split or FILES_SPLIT): loaded}
+def _by_name(loaded: hf.Dataset | hf.DatasetDict) -> dict[str, Rows]:
+    if isinstance(loaded, dict):
+        return {str(name): cast(Rows, split) for name, split in loaded.items()}
+    return {str(loaded.split or FILES_SPLIT): cast(Rows, loaded)}

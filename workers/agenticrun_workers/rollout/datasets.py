@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 
 from agenticrun_api import Pipeline
 from agenticrun_api.environments import DatasetSpec
+from agenticrun_workers.envs import Row
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.rollout.dataset_files import read_splits
 from agenticrun_workers.rollout.groups import tag_cycle
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.types import Stream
@@ -30,7 +32,7 @@ from agenticrun_workers.types import Stream
 Item = Mapping[str, Any]
 """One row: values by column."""
 
-Rows = NDArray[np.int64]
+RowNumbers = NDArray[np.int64]
 
 HOLDOUT_SEED = 0
 """Fixed, so that runs of different seeds are compared on the same held-out items."""
@@ -42,21 +44,19 @@ class Dataset:
     Args:
         seed: pipeline.seed, for the order of each epoch.
         field: path of the spec, for messages.
+        validates: False if the run never validates on these items, so that none are held out.
 
     Raises:
         InvalidConfig: a path, split or column does not exist, or a split has no items.
     """
 
-    def __init__(self, spec: DatasetSpec, seed: int, field: str) -> None:
-        # A run without data sets does not import Hugging Face's library, with pandas and pyarrow.
-        from agenticrun_workers.rollout.dataset_files import read_splits
-
+    def __init__(self, spec: DatasetSpec, seed: int, field: str, *, validates: bool = True) -> None:
         self._seed = seed
         self._shuffle = spec.shuffle
         self._renamed = spec.columns
         splits = read_splits(spec, field)
         rows = {name: np.arange(len(split)) for name, split in splits.items()}
-        train, validation = _choose_rows(spec, rows, field)
+        train, validation = _choose_rows(spec, rows, field, validates)
         self._train = (splits[spec.split], train)
         self._validation = (splits[spec.val_split or spec.split], validation)
         for split in (self._train[0], self._validation[0]):
@@ -87,12 +87,12 @@ class Dataset:
         split = (self._validation if stream is Stream.VALIDATION else self._train)[0]
         values: dict[str, Any] = split[int(row)]
         kept = {name: value for name, value in values.items() if name not in self._renamed.values()}
-        return kept | {new: values[old] for new, old in self._renamed.items()}
+        return Row(kept | {new: values[old] for new, old in self._renamed.items()})
 
-    def _rows(self, stream: Stream) -> Rows:
+    def _rows(self, stream: Stream) -> RowNumbers:
         return (self._validation if stream is Stream.VALIDATION else self._train)[1]
 
-    def _draw_order(self, stream: Stream, epoch: int) -> Rows:
+    def _draw_order(self, stream: Stream, epoch: int) -> RowNumbers:
         return np.random.default_rng(derive(self._seed, "items", stream.value, epoch)).permutation(
             self.size(stream)
         )
@@ -105,8 +105,14 @@ class EpisodeItems:
         train = tag_cycle(pipeline.train_envs.shares())
         validation = tag_cycle(pipeline.val_envs.shares()) if pipeline.val_envs else train
         self._cycles = {Stream.TRAIN: train, Stream.WARMUP: train, Stream.VALIDATION: validation}
+        validated = pipeline.val_envs.tags if pipeline.val_envs else ()
         self._datasets = {
-            env.tag: Dataset(env.dataset, pipeline.seed, f"spec.pipeline.envs[{index}].dataset")
+            env.tag: Dataset(
+                env.dataset,
+                pipeline.seed,
+                f"spec.pipeline.envs[{index}].dataset",
+                validates=env.tag in validated,
+            )
             for index, env in enumerate(pipeline.envs)
             if env.dataset is not None
         }
@@ -126,7 +132,9 @@ def place_among_tag(cycle: tuple[str, ...], group: int) -> int:
     return rounds * cycle.count(tag) + cycle[:place].count(tag)
 
 
-def _choose_rows(spec: DatasetSpec, rows: Mapping[str, Rows], field: str) -> tuple[Rows, Rows]:
+def _choose_rows(
+    spec: DatasetSpec, rows: Mapping[str, RowNumbers], field: str, validates: bool
+) -> tuple[RowNumbers, RowNumbers]:
     """Return the rows to train on and the rows to validate on, each in file order."""
     for name, key in ((spec.split, "split"), (spec.val_split, "valSplit")):
         if name is not None and name not in rows:
@@ -137,10 +145,12 @@ def _choose_rows(spec: DatasetSpec, rows: Mapping[str, Rows], field: str) -> tup
             raise InvalidConfig(f"{field}.{key}", f"split {name!r} of {spec.path} has no items")
     if spec.val_split is not None:
         return rows[spec.split], rows[spec.val_split]
+    if not validates or not spec.val_share:
+        return rows[spec.split], rows[spec.split][:0]
     return hold_out(rows[spec.split], spec.val_share, field)
 
 
-def hold_out(rows: Rows, share: float, field: str) -> tuple[Rows, Rows]:
+def hold_out(rows: RowNumbers, share: float, field: str) -> tuple[RowNumbers, RowNumbers]:
     """Split rows [n] into training and held-out rows, at least one of each, in file order."""
     if len(rows) < 2:
         raise InvalidConfig(

@@ -27,10 +27,14 @@ class Demonstrations:
 
     Args:
         sequence_length: longer items are skipped: a cut answer would teach to stop early.
+        validates: see `Dataset`. The same items are held out as from a data set of episodes, so
+            that the warm-up never teaches what is validated.
     """
 
-    def __init__(self, spec: WarmupDataset, seed: int, sequence_length: int) -> None:
-        self._items = Dataset(spec, seed, FIELD)
+    def __init__(
+        self, spec: WarmupDataset, seed: int, sequence_length: int, *, validates: bool = True
+    ) -> None:
+        self._items = Dataset(spec, seed, FIELD, validates=validates)
         self._spec = spec
         self._sequence_length = sequence_length
         for field, column in (
@@ -48,7 +52,12 @@ class Demonstrations:
         """Return the demonstrations of `pipeline.warmup`, or None if it uses no data set."""
         if pipeline.warmup is None or pipeline.warmup.dataset is None:
             return None
-        return cls(pipeline.warmup.dataset, pipeline.seed, pipeline.sequence_length)
+        return cls(
+            pipeline.warmup.dataset,
+            pipeline.seed,
+            pipeline.sequence_length,
+            validates=pipeline.val_envs is not None,
+        )
 
     def trajectory(self, key: EpisodeKey, tag: str, chat: ChatFormat) -> Trajectory:
         """Return item number `key.group` as one turn: prompt, and answer with its end of turn.
