@@ -1,5 +1,7 @@
 """Processes of this machine that descend from ours: find them and end them. Imports that cost less.
 
+Variables with which programs reach this machine without a proxy.
+
 A `psutil.Process` is a pid and a start time, so a pid that comes back is another process.
 """
 
@@ -7,13 +9,37 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from operator import attrgetter
 
 import psutil
 
 POLL_SECONDS = 0.02
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def direct(environment: Mapping[str, str], hosts: Iterable[str] = LOOPBACK) -> dict[str, str]:
+    """Return the variables with which a program reaches these hosts without a proxy.
+
+    HTTP_PROXY is for the world outside: no proxy reaches an endpoint of this machine or pod.
+
+    Args:
+        environment: of the program.
+        hosts: names and addresses.
+
+    Returns:
+        NO_PROXY and no_proxy, of which libraries read one or the other; empty if they need no
+        change.
+    """
+    proxies = ("http_proxy", "https_proxy", "all_proxy")
+    listed = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    if listed == "*" or not any(environment.get(n) or environment.get(n.upper()) for n in proxies):
+        return {}
+    names = dict.fromkeys([*(name.strip() for name in listed.split(",") if name.strip()), *hosts])
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(names))
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -236,3 +236,15 @@ async def test_an_endpoint_that_is_not_there_fails_the_episode() -> None:
 async def test_a_config_that_cannot_work_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(JudgeConfigError, match=message):
         await ask("http://judge", [], **config)
+
+
+async def test_a_judge_outside_is_asked_through_the_proxy_of_the_machine(
+    endpoint: Endpoint, base_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, base_url.removesuffix("/v1"))
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    endpoint.replies = [saying("7")]
+    assert await ask("http://judge.invalid:8000/v1", [episode()]) == [7.0]
+    assert endpoint.headers[0]["Host"] == "judge.invalid:8000"

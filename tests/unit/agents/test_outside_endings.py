@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -63,6 +64,25 @@ def test_a_reward_must_be_a_finite_number(agent_of: Any, returned: Any) -> None:
     else:
         assert trajectory.stop_reason is StopReason.ENV_ERROR
         assert "reward" in trajectory.error
+
+
+@pytest.mark.parametrize("listed", ["", "example.com"])
+def test_no_proxy_comes_between_the_agent_and_its_endpoint(
+    agent_of: Any, monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    for name in ("HTTP_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, listed)
+
+    async def run(base_url: str, task: Any) -> float:
+        await say(base_url, [user("?")])
+        await asyncio.to_thread(urllib.request.urlopen, f"{base_url}/models")
+        return 1.0
+
+    (trajectory,) = play(Says(["a"]), run=agent_of(run))
+    assert (trajectory.error, trajectory.score) == ("", 1.0)
+    assert os.environ["NO_PROXY"] == ",".join(filter(None, [listed, "127.0.0.1,localhost,::1"]))
 
 
 def test_the_environment_or_a_function_may_give_the_reward(agent_of: Any) -> None:
@@ -315,6 +335,8 @@ REWARDS: list[tuple[Any, str]] = [
     ({}, "reward"),
     ({"reward": "1"}, "reward"),
     ({"reward": float("inf")}, "reward"),
+    ({"reward": 1e39}, "reward"),
+    ({"reward": 10**400}, "reward"),
     ({"reward": 1, "for": "me"}, "reward"),
     ({"reward": 1, "trajectory": "no-such"}, "trajectory"),
     ({"reward": 1, "trajectory": "train-3-1-1", "choice": 1}, "trajectory"),

@@ -134,8 +134,10 @@ NO_STEPS = [
     (StepResult("\ud800", 0.0, False), "not valid unicode"),
     (StepResult("seen", NOT_A_NUMBER, False), "step returned the reward nan"),
     (StepResult("seen", -INFINITY, False), "step returned the reward -inf"),
-    (StepResult("seen", 1e300, False), "step returned the reward 1e+300"),
-    (StepResult("seen", 10**400, False), "the reward of type int, which is not a number"),
+    (StepResult("seen", 1e300, False), "the reward 1e+300, which is too large (at most 3.4e38)"),
+    (StepResult("seen", 10**400, False), "the reward of type int, which is too large (at most"),
+    (StepResult("seen", bytearray(b"1"), False), "the reward of type bytearray, which is not a"),  # type: ignore[arg-type]
+    (StepResult("seen", np.array("1"), False), "the reward of type ndarray, which is not a"),  # type: ignore[arg-type]
     (StepResult("seen", "1.0", False), "the reward '1.0', which is not a number"),  # type: ignore[arg-type]
     (StepResult("seen", None, False), "the reward of type NoneType"),  # type: ignore[arg-type]
     (StepResult("seen", np.zeros(2), False), "the reward of type ndarray"),  # type: ignore[arg-type]

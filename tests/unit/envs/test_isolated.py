@@ -158,7 +158,7 @@ async def test_every_shape_and_items_work() -> None:
     [
         ("exit", StopReason.ENV_ERROR, "the environment's process ended itself with exit code 3"),
         ("segfault", StopReason.ENV_ERROR, "the environment's process was ended by SIGSEGV"),
-        ("hang", StopReason.TIMEOUT, "step took more than 0.2 s"),
+        ("hang", StopReason.TIMEOUT, "Suicidal.step took more than 0.2 s"),
         ("sys.exit", StopReason.ENV_ERROR, "SystemExit: 4"),
         ("raise", StopReason.ENV_ERROR, f"ValueError: no such door ({HERE.name}:"),
         (

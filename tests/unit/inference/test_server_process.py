@@ -320,3 +320,19 @@ def test_a_server_gets_what_the_user_has_set_and_not_what_we_have_set() -> None:
     theirs = {"HF_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "0"}
     assert inherited(ours | theirs) == theirs
     assert inherited({"MALLOC_ARENA_MAX": "8"}) == {"MALLOC_ARENA_MAX": "8"}
+
+
+@pytest.mark.parametrize(
+    ("given", "listed"),
+    [
+        ({"HTTP_PROXY": "http://proxy", "NO_PROXY": "a, b"}, "a,b,127.0.0.1,localhost,::1"),
+        ({"all_proxy": "http://proxy", "no_proxy": "127.0.0.1"}, "127.0.0.1,localhost,::1"),
+        ({"https_proxy": "http://proxy", "no_proxy": "*"}, None),
+        ({"http_proxy": "", "NO_PROXY": "a"}, None),
+    ],
+)
+def test_no_proxy_comes_between_a_server_and_itself(
+    given: dict[str, str], listed: str | None
+) -> None:
+    added = {"NO_PROXY": listed, "no_proxy": listed} if listed else {}
+    assert inherited(given) == given | added

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ def test_a_resume_removes_what_is_computed_again(tmp_path: Path) -> None:
     second.log(4, {"rollout/score/mean": 0.4})
     second.close()
     assert steps(path) == [1, 2, 3, 4]
+
+
+def test_numbers_that_json_does_not_have_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = JsonlTracker(path, resume_step=0)
+    norms = {"actor/grad_norm": math.inf, "val/A/score": -math.inf, "actor/entropy": math.nan}
+    log.log(1, {**norms, "actor/skipped_steps": 1.0})
+    log.close()
+
+    def refuse(word: str) -> float:
+        raise AssertionError(word)
+
+    (line,) = path.read_text().splitlines()
+    read = json.loads(line, parse_constant=refuse)
+    assert read == {"step": 1, "time": read["time"], "actor/skipped_steps": 1.0}
 
 
 def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:

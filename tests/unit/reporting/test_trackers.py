@@ -72,6 +72,10 @@ def test_a_line_names_the_alarms_that_are_up() -> None:
             "A random_success 0.000, A random_errors 0.50, B timeout 0.002",
         ),
         ({"val/A/score": 0.0, "val/A/stop/max_turns": 1.0}, "A score 0.000"),
+        (
+            {"val/A/score": 5.0, "env/A/score": 0.5, "val/A/easy/score": 7.0, "val/score": 9.0},
+            "A score 5.000",
+        ),
     ],
 )
 def test_a_validation_says_which_share_of_its_episodes_failed(

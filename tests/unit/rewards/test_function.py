@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 import threading
 import time
@@ -63,6 +64,12 @@ def hangs(episode: JudgedEpisode) -> float:
     return 1.0
 
 
+def place(name: str) -> str:
+    """Return file and line of the last line of a judge above."""
+    lines, first = inspect.getsourcelines(globals()[name])
+    return f"test_function.py:{first + len(lines) - 1}"
+
+
 class Constant:
     """A judge of its own."""
 
@@ -97,7 +104,7 @@ async def test_what_a_function_raises_fails_one_episode() -> None:
     good, bad = await make_judge("my_rewards:picky", {}).judge([episode("yes"), episode("")])
     assert good == pytest.approx(1 / 3)
     assert isinstance(bad, JudgeFailed)
-    assert str(bad) == "ZeroDivisionError: division by zero"
+    assert str(bad) == f"ZeroDivisionError: division by zero ({place('picky')})"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +117,8 @@ async def test_what_a_function_raises_fails_one_episode() -> None:
 )
 async def test_a_function_ends_neither_the_process_nor_the_call(type: str, message: str) -> None:
     judgements = await make_judge(f"my_rewards:{type}", {}).judge([episode(), episode()])
-    assert [str(judgement) for judgement in judgements] == [message] * 2
+    reasons = [str(judgement) for judgement in judgements]
+    assert reasons == [f"{message} ({place(type)})"] * 2
 
 
 async def test_calls_that_hang_do_not_stand_in_the_way_of_later_ones() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from typing import Any
 
 import pytest
 
 from agenticrun_api import Pipeline
+from agenticrun_workers.envs.loop_watch import LoopWatch
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.rewards import JudgedEpisode, JudgeFailed, Judgement, JudgePanel
@@ -160,6 +162,34 @@ async def test_a_score_that_is_no_finite_number_never_becomes_a_reward(score: fl
     assert not EpisodeResult.of(judged).trainable
 
 
+@pytest.mark.parametrize(
+    ("score", "weight", "reason"),
+    [
+        (1e300, 1.0, "its score is 1e+300, which is too large (at most 3.4e38)"),
+        (10**400, 1.0, "its score is of type int, which is too large (at most 3.4e38)"),
+        (3e38, 2.0, "its weighted score is 6e+38, which is too large (at most 3.4e38)"),
+        ("1", 1.0, "its score is '1', which is not a number"),
+        (None, 1.0, "its score is of type NoneType, which is not a number"),
+    ],
+)
+async def test_a_score_that_float32_cannot_hold_fails_its_judge(
+    score: Any, weight: float, reason: str
+) -> None:
+    judged = await panel(FakeJudge(lambda e: score), weight=weight).apply(
+        trajectory(1.0), episode()
+    )
+    assert error_of(judged) == f"judge style: {reason}"
+    assert judged.metrics["judge/style/failures"] == 1.0
+
+
+async def test_judges_whose_scores_add_up_to_too_much_cost_the_episode() -> None:
+    huge = [(spec(name=name), FakeJudge(lambda e: 3e38)) for name in "ab"]
+    judged = await JudgePanel([*huge]).apply(trajectory(1.0), episode())
+    result = EpisodeResult.of(judged)
+    assert (result.stop_reason, result.score) == (StopReason.ENV_ERROR, 0.0)
+    assert "6e+38, which is too large" in result.error
+
+
 async def test_a_late_judge_fails_its_call() -> None:
     judged = await panel(FakeJudge(seconds=5), timeoutSeconds=0.05).apply(
         trajectory(1.0), episode()
@@ -179,13 +209,13 @@ def _raise(error: BaseException) -> Judgement:
         (FakeJudge(lambda e: _raise(TimeoutError("no route"))), "TimeoutError: no route"),
         (FakeJudge(lambda e: _raise(SystemExit(2))), "SystemExit: 2"),
         (FakeJudge(lambda e: _raise(asyncio.CancelledError("inner"))), "CancelledError: inner"),
-        (FakeJudge(lambda e: "high"), "ValueError: could not convert string to float: 'high'"),  # type: ignore[arg-type,return-value]
+        (FakeJudge(lambda e: "high"), "its score is 'high', which is not a number"),  # type: ignore[arg-type,return-value]
     ],
 )
 async def test_whatever_a_judge_does_wrong_is_told(judge: FakeJudge, message: str) -> None:
-    assert (
-        error_of(await panel(judge).apply(trajectory(1.0), episode())) == f"judge style: {message}"
-    )
+    told = error_of(await panel(judge).apply(trajectory(1.0), episode()))
+    assert re.sub(r" \(judging\.py:\d+\)$", "", told) == f"judge style: {message}"
+    assert ("judging.py" in told) == ("Error: " in message or "Exit: " in message)
 
 
 async def test_a_judge_with_too_few_scores_fails_the_whole_call() -> None:
@@ -247,3 +277,30 @@ def test_a_judge_that_cannot_be_built_is_named_by_its_field(
     with pytest.raises(InvalidConfig, match=message) as caught:
         JudgePanel.of(pipeline(good, {"name": "bad", **reward}))
     assert caught.value.path == f"spec.pipeline.rewards[1].{field}"
+
+
+async def test_a_judge_that_blocks_the_event_loop_is_named() -> None:
+    def spin(e: JudgedEpisode) -> float:
+        while True:
+            pass
+
+    with LoopWatch(4, 0.05):
+        judged = await panel(FakeJudge(spin)).apply(trajectory(1.0), episode())
+    assert "judge style: EventLoopBlocked: it did not await for 30 s" in error_of(judged)
+
+
+async def test_judges_are_closed() -> None:
+    closed: list[str] = []
+
+    class Closes(FakeJudge):
+        async def close(self) -> None:
+            closed.append("async")
+
+    class Fails(FakeJudge):
+        def close(self) -> None:
+            closed.append("sync")
+            raise RuntimeError("no")
+
+    judges = [(spec(name=n), j()) for n, j in (("a", Closes), ("b", Fails), ("c", FakeJudge))]
+    await JudgePanel([*judges]).close()
+    assert closed == ["async", "sync"]

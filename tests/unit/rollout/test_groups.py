@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import Episode
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, tag_cycle
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan, tag_cycle, zero_variance
 from agenticrun_workers.seeds import derive, env_seed, sampling_seed
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
@@ -76,7 +76,16 @@ def test_untrainable_are_errors_and_episodes_without_a_finite_response() -> None
 
 
 @pytest.mark.parametrize(
-    ("reward", "logprob"), [(math.nan, -1.0), (math.inf, -1.0), (1.0, -math.inf), (1.0, math.nan)]
+    ("reward", "logprob"),
+    [
+        (math.nan, -1.0),
+        (math.inf, -1.0),
+        (1e39, -1.0),
+        (10**400, -1.0),
+        ("1", -1.0),
+        (1.0, -math.inf),
+        (1.0, math.nan),
+    ],
 )
 def test_numbers_that_are_not_finite_count_as_an_error_of_the_environment(
     reward: float, logprob: float
@@ -88,6 +97,35 @@ def test_numbers_that_are_not_finite_count_as_an_error_of_the_environment(
     )
     assert (told.stop_reason, told.trainable) == (StopReason.ENV_ERROR, False)
     assert "not a finite number" in told.error
+    assert told.score in (0.0, reward)
+
+
+def test_rewards_whose_sum_float32_cannot_hold_are_an_error() -> None:
+    one = np.ones(1, np.int32)
+    turn = Turn(one, one, np.zeros(1, np.float32), one, 2e38)
+    key = EpisodeKey(Stream.TRAIN, 0, 0)
+    told = EpisodeResult.of(Trajectory(key, "A", (turn, turn), StopReason.COMPLETED))
+    assert (told.stop_reason, told.score) == (StopReason.ENV_ERROR, 0.0)
+    assert "4e+38, which is too large" in told.error
+
+
+def test_a_metric_that_is_not_finite_is_an_error_of_an_agent() -> None:
+    one = np.ones(1, np.int32)
+    turn = Turn(one, one, np.zeros(1, np.float32), one, 1.0)
+    key = EpisodeKey(Stream.TRAIN, 0, 0)
+    told = EpisodeResult.of(
+        Trajectory(key, "A", (turn,), StopReason.COMPLETED, {"good": 1.0, "speed": math.inf})
+    )
+    assert (told.stop_reason, told.metrics) == (StopReason.ENV_ERROR, {})
+    assert told.error == "a metric is not a finite number: speed = inf"
+
+
+@pytest.mark.parametrize("score", [1e-7, 1.3, 100.0])
+def test_the_filter_refuses_scores_that_differ_by_rounding(score: float) -> None:
+    rounded = float(np.float32(score))
+    assert zero_variance([rounded, rounded, float(np.nextafter(np.float32(score), 1e9))])
+    assert not zero_variance([rounded, rounded, 1.01 * rounded])
+    assert zero_variance([score])
 
 
 def pipeline(**train_envs: Any) -> Pipeline:

@@ -35,7 +35,7 @@ from agenticrun_workers.agents.queued_types import (
 )
 from agenticrun_workers.agents.sampled_tree import SampledTree
 from agenticrun_workers.envs import Env, EnvFault
-from agenticrun_workers.envs.calls import raised, split_of
+from agenticrun_workers.envs.calls import number, raised, split_of
 from agenticrun_workers.envs.service import EnvironmentService, ServiceCalls, ServiceStep
 from agenticrun_workers.types import Generation, IntArray, StopReason, Trajectory
 
@@ -186,7 +186,7 @@ class QueuedEpisode:
             tokens_T.tolist(),
             text,
             instruction,
-            dict(episode.item or {}),
+            episode.item or {},
             split_of(episode.key.stream),
             episode.env_seed,
         )
@@ -339,12 +339,14 @@ class QueuedEpisode:
                 f"and its trained turns are {len(path)}"
             )
         turns = [
-            one.turn(self._chat, float(reward)) for one, reward in zip(path, rewards, strict=True)
+            one.turn(self._chat, number(reward, "one of the rewards of a ScoredSequence is"))
+            for one, reward in zip(path, rewards, strict=True)
         ]
         turns[-1] = replace(turns[-1], valid=sequence.valid)
         reason = self._ended.reason if self._ended else StopReason.COMPLETED
         metrics = self._env.metrics.totals() | {
-            str(name): float(value) for name, value in sequence.metrics.items()
+            str(name): number(value, f"a ScoredSequence has the metric {name} =")
+            for name, value in sequence.metrics.items()
         }
         return Trajectory(
             self._episode.key,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
+import math
 import sys
 import threading
 import traceback
@@ -115,7 +116,7 @@ async def in_task(awaitable: Awaitable[Any], patience_seconds: float = 0.0) -> O
     that
     is left behind.
     """
-    task = asyncio.ensure_future(_awaited(awaitable))
+    task = asyncio.ensure_future(awaited(awaitable))
     try:
         await asyncio.wait({task})
     finally:
@@ -125,7 +126,8 @@ async def in_task(awaitable: Awaitable[Any], patience_seconds: float = 0.0) -> O
     return task.result()
 
 
-async def _awaited(awaitable: Awaitable[Any]) -> Outcome:
+async def awaited(awaitable: Awaitable[Any]) -> Outcome:
+    """Await it and catch everything."""
     try:
         return Outcome(await awaitable)
     except BaseException as error:  # a user's code may raise anything, cancellations included
@@ -155,7 +157,7 @@ class _CallThread(threading.Thread):
 
     def abandon(self) -> None:
         _abandoned.append(self)
-        _raise_abandoned_in(self)
+        raise_in(self.ident or 0, Abandoned)
         self._calls.put(None)
 
     def run(self) -> None:
@@ -165,20 +167,21 @@ class _CallThread(threading.Thread):
                 _set_outcome(done, call())
 
 
-def _raise_abandoned_in(thread: threading.Thread) -> None:
-    """Raise `Abandoned` in a thread, at its next line of Python.
+def raise_in(thread: int, error: type[BaseException]) -> None:
+    """Raise an error in another thread, at its next line of Python.
 
     Until the thread gets there, Python 3.12 and older keep one flag up for all threads. While it is
     up, a function that a debugger or coverage traces never gets past its first instruction in
     Python 3.11, and that thread no longer handles Ctrl-C. So this thread receives an exception too,
     which takes the flag down. The other thread raises the flag again when it leaves C code.
     """
-    raise_in, abandoned = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.py_object(Abandoned)
-    there, here = ctypes.c_ulong(thread.ident or 0), ctypes.c_ulong(threading.get_ident())
+    set_error, raised_there = ctypes.pythonapi.PyThreadState_SetAsyncExc, ctypes.py_object(error)
+    there, here = ctypes.c_ulong(thread), ctypes.c_ulong(threading.get_ident())
+    abandoned = ctypes.py_object(Abandoned)
     try:  # calls of C functions only: a Python function might be traced
-        raise_in(there, abandoned)
+        set_error(there, raised_there)
         if sys.version_info < (3, 13):
-            raise_in(here, abandoned)
+            set_error(here, abandoned)
             while True:
                 pass
     except Abandoned:
@@ -290,11 +293,18 @@ class EnvCalls:
                     outcome = await in_task(outcome.value)
         except TimeoutError:
             raise EnvFault(
-                StopReason.TIMEOUT, f"{call.__qualname__} took more than {self._timeout} s"
+                StopReason.TIMEOUT, f"{_name(call)} took more than {self._timeout} s"
             ) from None
         if outcome.error is not None:
             raise raised(outcome.error, call)
         return outcome.value
+
+
+def _name(call: Callable[..., Any]) -> str:
+    """Return class and name of an environment's method, also of an isolated one."""
+    env = getattr(inspect.unwrap(call), "__self__", None)
+    name: str = getattr(env, "isolated_class", "")
+    return f"{name}.{call.__name__}" if name else call.__qualname__
 
 
 def split_of(stream: Stream) -> Stream:
@@ -338,6 +348,7 @@ RESERVED_FAMILIES = ("stop/", "judge/", "reward/")
 
 LARGEST = float(np.finfo(np.float32).max)
 """Largest reward or metric: they are stored as float32."""
+_TOO_LARGE = "which is too large (at most 3.4e38)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +386,7 @@ def checked_step(answer: object) -> StepResult:
     _check_metrics(result.metrics, result.modes)
     return replace(
         result,
-        reward=_number(result.reward, "step returned the reward"),
+        reward=number(result.reward, "step returned the reward"),
         terminated=_flag(result.terminated, "terminated"),
         truncated=_flag(result.truncated, "truncated"),
     )
@@ -420,14 +431,32 @@ def _text(value: object, what: str) -> str:
     return value
 
 
-def _number(value: object, what: str) -> float:
+def number(value: object, what: str) -> float:
+    """Return a reward, score or metric of a user's code as a float.
+
+    One rule for environments, agents and judges: text is no number, and float32 must hold it.
+
+    Args:
+        value: a number of Python, NumPy or torch.
+        what: begin of the message, such as "step returned the reward".
+
+    Raises:
+        EnvFault: the value is not a number, not finite or too large.
+    """
+    has_text = isinstance(value, (str, bytes, bytearray, memoryview)) or (
+        isinstance(value, np.ndarray) and value.dtype.kind not in "biuf"
+    )
     try:
-        number = float("x" if isinstance(value, (str, bytes)) else value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+        found = float("x" if has_text else value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
         raise _fault(f"{what} {_shortly(value)}, which is not a number") from None
-    if not abs(number) <= LARGEST:
-        raise _fault(f"{what} {number}")
-    return number
+    except OverflowError:
+        raise _fault(f"{what} {_shortly(value)}, {_TOO_LARGE}") from None
+    if not math.isfinite(found):
+        raise _fault(f"{what} {found}")
+    if abs(found) > LARGEST:
+        raise _fault(f"{what} {found:g}, {_TOO_LARGE}")
+    return found
 
 
 def _shortly(value: object) -> str:
@@ -461,7 +490,7 @@ def _check_metrics(metrics: object, modes: object) -> None:
     assert isinstance(modes, Mapping)
     check_metric_names(metrics)
     for name, value in metrics.items():
-        _number(value, f"step returned the metric {name} =")
+        number(value, f"step returned the metric {name} =")
     for name, mode in modes.items():
         if mode not in MODES:
             raise _fault(

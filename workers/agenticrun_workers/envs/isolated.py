@@ -108,6 +108,7 @@ class IsolatedEnv:
         self._pipe = pipe
         self._bytes_at_first: int = facts["bytes"]
         self._latest = facts
+        self.isolated_class: str = facts["class"]
         self.instruction: str = facts["instruction"]
         self.reusable: bool = facts["reusable"]
         self.film = False

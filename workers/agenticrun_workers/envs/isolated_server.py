@@ -60,6 +60,7 @@ class _Child:
 
     def facts(self) -> dict[str, Any]:
         return {
+            "class": type(self._env).__qualname__,
             "instruction": getattr(self._env, "instruction", ""),
             "draws": isinstance(self._env, Renders),
             "reusable": getattr(self._env, "reusable", True),

@@ -41,7 +41,7 @@ from agenticrun_workers.inference.engine import (
     InvalidRequest,
 )
 from agenticrun_workers.launch import liveness
-from agenticrun_workers.processes import descendants
+from agenticrun_workers.processes import descendants, direct
 
 HOST = "127.0.0.1"
 PORTS = (20_000, 32_000)
@@ -417,10 +417,13 @@ def readable_answer() -> Iterator[None]:
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of our process that a server inherits: all but our own."""
+    """Return the variables of our process that a server inherits: all but our own.
+
+    Servers send requests to themselves, which no proxy may see.
+    """
     return {
         name: value
-        for name, value in environment.items()
+        for name, value in {**environment, **direct(environment)}.items()
         if not name.startswith(NOT_INHERITED) and RAY_ENV.get(name) != value
     }
 

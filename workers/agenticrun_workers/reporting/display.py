@@ -363,7 +363,7 @@ def validation_line(step: int, metrics: Mapping[str, float]) -> str:
     `[validation] step 10: Lake success 0.650, Lake random_success 0.020, Lake env_error 0.10`
     """
     rates = success_rates(metrics) or {
-        name: value for name, value in metrics.items() if name.endswith("/score")
+        name: value for name, value in metrics.items() if re.fullmatch("val/[^/]+/score", name)
     }
     shown = [
         *(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import time
@@ -143,6 +144,8 @@ class Tracker(Protocol):
 class JsonlTracker:
     """Writes JSON lines: `{"step": 3, "time": 1700000000.0, "rollout/score/mean": 0.25, ...}`.
 
+    Metrics that are not finite are left out: JSON has no number for them.
+
     Args:
         path: the file; appended to.
         resume_step: lines of later steps, and the validation of this one, are removed, because
@@ -162,9 +165,9 @@ class JsonlTracker:
         self._file = path.open("a", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.write(
-            json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n"
-        )
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        line = {"step": step, "time": round(time.time(), 3), **finite}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()

@@ -28,6 +28,7 @@ from agenticrun_workers.inference.client import RequestServer
 from agenticrun_workers.launch import (
     ActorDied,
     ActorHandle,
+    ActorUnavailable,
     OtherActorDied,
     Result,
 )
@@ -127,9 +128,8 @@ class _Open:
         """End it with env_error."""
         self._end(
             StopReason.ENV_ERROR,
-            f"{self.deaths + 1} env workers died while they played it: the environment "
-            f"{self.task.tag!r} may end its process; set isolated: true in its entry of "
-            f"spec.pipeline.envs ({_first_line(death)})",
+            f"{self.deaths + 1} env workers died while they played it: "
+            f"{_likely_cause(death, repr(self.task.tag))} ({_first_line(death)})",
         )
 
     def _end(self, reason: StopReason, error: str) -> None:
@@ -589,19 +589,18 @@ class EnvPool(TrainingBackend):
         if self._deaths >= MAX_DEATHS:
             raise RolloutFailed(
                 f"{self._deaths} env workers died in a row without finishing an episode"
-                f"{self._advice()}: {death}"
+                f"{self._advice(death)}: {death}"
             )
 
-    def _advice(self) -> str:
+    def _advice(self, death: ActorDied) -> str:
         """Name the environments that were running in most of the dead workers."""
         most = max(self._dead_with.values(), default=0)
         tags = {tag for tag, deaths in self._dead_with.items() if deaths == most}
         if not tags:
             return ""
         return (
-            f", {most} of them while they ran {_listed(tags)}. If this environment ends its "
-            "process (os._exit, a crash in C code), set isolated: true in its entry of "
-            "spec.pipeline.envs: then it costs only the episode. The last death"
+            f", {most} of them while they ran {_listed(tags)}. Probably "
+            f"{_likely_cause(death, _listed(tags))}. The last death"
         )
 
     def _reassign(self, worker: _Worker, death: BaseException | None = None) -> None:
@@ -650,6 +649,20 @@ async def _abort(worker: ActorHandle[EnvWorker], episodes: list[_Open]) -> None:
     await asyncio.gather(*calls, return_exceptions=True)  # the pool notices a worker that is dead
     names = [(opened.task.key, opened.task.attempt) for opened in episodes]
     worker.call(lambda actor: actor.abort(names))
+
+
+def _likely_cause(death: BaseException, tags: str) -> str:
+    """Return what in these environments ends env workers, and what to do."""
+    if isinstance(death, ActorUnavailable):
+        return (
+            f"an async judge, agent or environment of {tags} may block their event loop, or one "
+            "with blocking = False: write it as a plain def, which runs in a thread; the logs of "
+            "the env workers (actors/) name file and line"
+        )
+    return (
+        f"the environment {tags} may end its process; set isolated: true in its entry of "
+        "spec.pipeline.envs, then a crash costs only the episode"
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from agenticrun_api.environments import EnvSpec
 from agenticrun_workers.agents import Agent, AgentLimits, ChatFormat, agent_texts, make_agent
 from agenticrun_workers.agents.chat_checks import require_chat
 from agenticrun_workers.envs import HasVocabulary, TakesItem, make_env
+from agenticrun_workers.envs.loop_watch import LoopWatch
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.launch import current_node
@@ -76,6 +77,8 @@ class EnvWorker(Traced):
             name, derive(pipeline.seed, "engine-choice", name), self._keep
         )
         self._tasks: set[asyncio.Task[None]] = set()
+        self._open = AsyncExitStack()
+        """What `close` closes."""
         self._garbage_collected_at = float("-inf")
         self._running: dict[tuple[EpisodeKey, int], RunningEpisode] = {}
         """Running episodes by key and attempt."""
@@ -94,6 +97,7 @@ class EnvWorker(Traced):
         await asyncio.to_thread(gpus_of_children, owner, current_node().gpus)
         texts = describe_envs(self._pipeline)
         self._sources = await asyncio.to_thread(Sources.of, self._pipeline)
+        self._open.push_async_callback(self._sources.judges.close)
         return texts
 
     async def setup(self, source: TokenizerSource) -> None:
@@ -104,7 +108,12 @@ class EnvWorker(Traced):
         agents = build_agents(self._pipeline, tokenizer)
         self._runner = EpisodeRunner(self._pipeline, chat, agents, self._sources, self._client)
         self._keep(asyncio.create_task(self._store_finished(), name="store-finished"))
+        self._open.enter_context(LoopWatch())
         collect_garbage_rarely()
+
+    async def close(self) -> None:
+        """Free what a process would free by ending."""
+        await self._open.aclose()
 
     async def set_endpoints(self, endpoints: Endpoints) -> None:
         """Use these engines and stores from now on; ignore the call if a newer one came first."""

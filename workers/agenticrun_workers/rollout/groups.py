@@ -11,6 +11,9 @@ import numpy as np
 
 from agenticrun_api import Pipeline
 from agenticrun_api.base import clean_text
+from agenticrun_workers.algorithms.normalization import zero_variance_share
+from agenticrun_workers.envs import EnvFault
+from agenticrun_workers.envs.calls import number
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import RequestServer
 from agenticrun_workers.launch import ActorHandle
@@ -105,28 +108,26 @@ class EpisodeResult:
         transcript: str = "",
         frames: bytes = b"",
     ) -> EpisodeResult:
-        """Return the scalars of a trajectory. Non-finite rewards or log-probs become env_error."""
+        """Return the scalars of a trajectory. Numbers that float32 cannot hold become env_error."""
         turns = trajectory.turns
-        finite = all(
-            np.isfinite(turn.reward) and np.isfinite(turn.logprobs_T).all() for turn in turns
-        )
+        problem = _unusable_number(trajectory)
         return cls(
             key=trajectory.key,
             tag=trajectory.tag,
             attempt=attempt,
-            stop_reason=trajectory.stop_reason if finite else StopReason.ENV_ERROR,
-            rewards_K=np.array([turn.reward for turn in turns], np.float32),
+            stop_reason=StopReason.ENV_ERROR if problem else trajectory.stop_reason,
+            rewards_K=np.zeros(len(turns), np.float32)
+            if problem
+            else np.array([turn.reward for turn in turns], np.float32),
             valid_K=np.array([turn.valid for turn in turns], np.bool_),
             response_tokens_K=np.array([len(turn.response_T) for turn in turns], np.int32),
             states_K=b"".join(turn.state for turn in turns),
             tokens=trajectory.num_tokens,
             oldest_version=trajectory.oldest_version,
             samples=len(trajectory.sample_lengths),
-            metrics=dict(trajectory.metrics),
+            metrics={} if problem else dict(trajectory.metrics),
             store=store,
-            error=clean_text(trajectory.error)
-            if finite
-            else "a reward or a log-prob is not a finite number",
+            error=problem or clean_text(trajectory.error),
             transcript=transcript,
             frames=frames,
         )
@@ -181,6 +182,21 @@ class Group:
     @property
     def oldest_version(self) -> int:
         return min(result.oldest_version for result in self.results)
+
+
+def _unusable_number(trajectory: Trajectory) -> str:
+    """Return which number of an episode float32 cannot hold; an empty text if there is none."""
+    try:
+        for turn in trajectory.turns:
+            number(turn.reward, "a reward is not a finite number:")
+        number(trajectory.score, "the sum of the rewards is not a finite number:")
+        for name, value in trajectory.metrics.items():
+            number(value, f"a metric is not a finite number: {name} =")
+    except EnvFault as fault:
+        return str(fault)
+    if not all(np.isfinite(turn.logprobs_T).all() for turn in trajectory.turns):
+        return "a log-prob is not a finite number"
+    return ""
 
 
 def every_trajectory(episodes: Iterable[EpisodeResult]) -> list[EpisodeResult]:
@@ -247,11 +263,11 @@ _filters: Registry[bool] = Registry("group filter", "agenticrun.group_filters")
 
 @_filters.register("zero_variance")
 def zero_variance(scores: list[float]) -> bool:
-    """Return True if all scores are equal: the group has no advantage to learn from.
+    """Return True if all scores are equal up to rounding: the group has no advantage to learn from.
 
     Source: DAPO, Yu et al. 2025, arXiv 2503.14476.
     """
-    return max(scores) == min(scores)
+    return zero_variance_share(np.array(scores, np.float64), np.zeros(len(scores), np.int64)) > 0
 
 
 @dataclass(frozen=True)

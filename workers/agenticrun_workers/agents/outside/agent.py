@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import os
 import shutil
 import signal
@@ -18,8 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
-
-import numpy as np
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, EpisodeMetrics, Generate
 from agenticrun_workers.agents.chat import ChatFormat
@@ -32,11 +29,13 @@ from agenticrun_workers.envs.calls import (
     attempt,
     in_task,
     in_thread,
+    number,
     raised,
     split_of,
 )
 from agenticrun_workers.launch import current_node
 from agenticrun_workers.plugins import PluginImportError, imported
+from agenticrun_workers.processes import direct
 from agenticrun_workers.types import StopReason, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -97,6 +96,7 @@ class OutsideAgent:
         if reachable_from not in (MACHINE, NETWORK):
             raise ValueError(f"reachableFrom must be machine or network, not {reachable_from!r}")
         self._network = reachable_from == NETWORK
+        os.environ.update(direct(os.environ))  # before the agent's module makes its HTTP client
         self._program = (
             function_program(function_at("run", run))
             if run is not None
@@ -118,12 +118,14 @@ class OutsideAgent:
         try:
             start = await self._envs.reset(env, episode.env_seed, episode.key.stream, episode.item)
             host = current_node().address if self._network else None
+            if host is not None:
+                os.environ.update(direct(os.environ, [host]))
             async with serving(session, host) as address:
                 split, model = split_of(episode.key.stream).value, self._policy.model
                 task = Task(
                     start.instruction,
                     start.observation,
-                    dict(episode.item or {}),
+                    episode.item or {},
                     split,
                     episode.env_seed,
                     model,
@@ -209,9 +211,13 @@ class OutsideAgent:
                 if answer not in scores:
                     conversation = [message.body for message in answer.conversation]
                     score = await self._in_time(called(function, conversation, task))
-                    scores[answer] = _number(score, "the reward function")
+                    scores[answer] = number(score, "the reward function returned the reward")
             return [scores[_ending(branch)] for branch in branches]
-        reward = session.reward if returned is None else _number(returned, "the agent")
+        reward = (
+            session.reward
+            if returned is None
+            else number(returned, "the agent returned the reward")
+        )
         if self._reward == ENVIRONMENT:
             result = await self._envs.step(
                 env, session.recorded.answers[-1].conversation[-1].content
@@ -259,15 +265,6 @@ def _returned(program: asyncio.Future[Any], session: Session) -> Any:
 def _ending(branch: Sequence[Answer]) -> Answer:
     """Return the answer whose reward the branch gets: a draft has that of its answer."""
     return branch[-1].draft_of or branch[-1]
-
-
-def _number(value: Any, who: str) -> float:
-    if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
-        raise EnvFault(
-            StopReason.ENV_ERROR,
-            f"{who} returned {str(value)[:80]!r} where a reward is expected, a finite number",
-        )
-    return float(value)
 
 
 def _posted(reward: float | None) -> float:

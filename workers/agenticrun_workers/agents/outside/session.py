@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import json
 import logging
-import math
 import re
 import time
 from bisect import bisect_left
@@ -44,7 +43,8 @@ from agenticrun_workers.agents.outside.messages import (
 from agenticrun_workers.agents.outside.responses import Responded, chat_body, renamed
 from agenticrun_workers.agents.outside.token_bytes import UNFINISHED, token_bytes
 from agenticrun_workers.agents.sampled_tree import Sampled
-from agenticrun_workers.envs.calls import one_line
+from agenticrun_workers.envs import EnvFault
+from agenticrun_workers.envs.calls import number, one_line
 from agenticrun_workers.types import FinishReason, Generation, IntArray, StopReason
 
 if TYPE_CHECKING:
@@ -392,11 +392,12 @@ class Session:
                 "reward",
                 "{reward: number, trajectory: id of a response, choice: its place} is expected",
             )
-        reward = body.get("reward")
-        if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise refused("reward", f"must be a finite number, not {reward!r}")
+        try:
+            reward = number(body.get("reward"), "the reward is")
+        except EnvFault as fault:
+            raise refused("reward", str(fault)) from None
         if body.get("trajectory") is None:
-            self.reward = float(reward)
+            self.reward = reward
             return
         answer = self.recorded.find(body["trajectory"], body.get("choice", 0))
         if answer is None:
@@ -406,7 +407,7 @@ class Session:
                 param="trajectory",
                 code="not_found",
             )
-        self.rewards[answer] = float(reward)
+        self.rewards[answer] = reward
 
     async def _respond(
         self,

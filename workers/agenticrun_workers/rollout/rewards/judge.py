@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from typing_extensions import override
 
 from agenticrun_workers.agents import ChatFormat
+from agenticrun_workers.envs import EnvFault
 from agenticrun_workers.envs.calls import (
     MAX_HANGING,
     Outcome,
@@ -21,7 +22,8 @@ from agenticrun_workers.envs.calls import (
     hanging,
     in_task,
     in_thread,
-    one_line,
+    number,
+    raised,
 )
 from agenticrun_workers.plugins import (
     ErrorTypes,
@@ -133,7 +135,8 @@ class Judge(Protocol):
     async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
         """Return a score, or the reason for a missing one, for each episode in order.
 
-        An exception fails all episodes of the call.
+        An exception fails all episodes of the call. A method `close`, sync or async, is called at
+        the end if there is one.
         """
         ...
 
@@ -225,15 +228,22 @@ class FunctionJudge(Judge):
             )
         else:
             outcomes = [await self._in_thread(episode) for episode in episodes]
-        return [_judgement(outcome) for outcome in outcomes]
+        return [self._judgement(outcome) for outcome in outcomes]
 
     async def _in_thread(self, episode: JudgedEpisode) -> Outcome:
         if hanging() >= MAX_HANGING:
             raise JudgeFailed(f"{MAX_HANGING} earlier calls hang forever: give each a time limit")
         return await in_thread(partial(attempt, self._function, episode))
 
+    def _judgement(self, outcome: Outcome) -> Judgement:
+        if outcome.error is not None:
+            return JudgeFailed(str(raised(outcome.error, self._function.func)))
+        return checked(outcome.value, "it returned")
 
-def _judgement(outcome: Outcome) -> Judgement:
-    if outcome.error is None:
-        outcome = attempt(float, outcome.value)
-    return outcome.value if outcome.error is None else JudgeFailed(one_line(outcome.error))
+
+def checked(score: object, what: str) -> Judgement:
+    """Return a score as a float, or why it cannot be a reward; `what` begins the reason."""
+    try:
+        return score if isinstance(score, JudgeFailed) else number(score, what)
+    except EnvFault as fault:
+        return JudgeFailed(str(fault))

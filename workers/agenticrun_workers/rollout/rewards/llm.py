@@ -104,6 +104,7 @@ class LLMJudge(Judge):
         """Close the connections."""
         if self._http is not None:
             await self._http.close()
+            self._http = None
 
     async def _judge_one(self, episode: JudgedEpisode) -> Judgement:
         messages = [*self._system, {"role": "user", "content": episode.fill(self._prompt)}]
@@ -114,7 +115,11 @@ class LLMJudge(Judge):
 
     async def _ask(self, body: dict[str, Any]) -> str:
         """Return the model's answer. Raises `JudgeFailed` after the last retry."""
-        self._http = self._http or aiohttp.ClientSession(headers=self._headers, timeout=NO_TIMEOUT)
+        if self._http is None:
+            # With `trust_env` it uses the machine's proxy, as other clients of outside services.
+            self._http = aiohttp.ClientSession(
+                headers=self._headers, timeout=NO_TIMEOUT, trust_env=True
+            )
         for attempt in range(self._max_retries + 1):
             if attempt:
                 await asyncio.sleep(self._backoff * 2 ** (attempt - 1))

@@ -7,15 +7,15 @@ fails, is late or returns a non-finite score, the episode ends with env_error an
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-import math
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 from agenticrun_api import Pipeline
 from agenticrun_api.environments import RewardSpec
-from agenticrun_workers.envs.calls import Outcome, in_task, one_line
+from agenticrun_workers.envs.calls import Outcome, attempt, in_task, one_line, raised
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.plugins import PluginConfigError, PluginError
 from agenticrun_workers.rollout.log_once import LogOnce
@@ -24,6 +24,7 @@ from agenticrun_workers.rollout.rewards.judge import (
     JudgedEpisode,
     JudgeFailed,
     Judgement,
+    checked,
     make_judge,
 )
 from agenticrun_workers.types import StopReason, Trajectory
@@ -66,6 +67,15 @@ class JudgePanel:
         """Return True if any judge scores this environment's episodes."""
         return any(seat.looks_at(tag) for seat in self._queues)
 
+    async def close(self) -> None:
+        """Close the judges that have something to close. Raises nothing."""
+        for name, judge in ((each.spec.name, each.judge) for each in self._queues):
+            outcome = attempt(getattr(judge, "close", lambda: None))
+            if inspect.isawaitable(outcome.value):
+                outcome = await in_task(outcome.value)
+            if outcome.error is not None:
+                log.warning("judge %s cannot be closed: %s", name, one_line(outcome.error))
+
     async def apply(self, trajectory: Trajectory, episode: JudgedEpisode) -> Trajectory:
         """Add weight * score of each judge to the reward of the last turn. Raises nothing.
 
@@ -85,12 +95,18 @@ class JudgePanel:
                 f"judge/{name}/seconds": verdict.seconds,
                 f"judge/{name}/cached": float(verdict.cached),
             }
-            if isinstance(verdict.judgement, JudgeFailed):
+            score = verdict.judgement
+            weighted = (
+                score
+                if isinstance(score, JudgeFailed)
+                else checked(seat.spec.weight * score, "its weighted score is")
+            )
+            if isinstance(score, JudgeFailed) or isinstance(weighted, JudgeFailed):
                 metrics[f"judge/{name}/failures"] = 1.0
-                failures.append(f"judge {name}: {verdict.judgement}")
+                failures.append(f"judge {name}: {weighted}")
             else:
-                metrics[f"reward/{name}"] = verdict.judgement
-                added += seat.spec.weight * verdict.judgement
+                metrics[f"reward/{name}"] = score
+                added += weighted
         if failures:
             return replace(
                 trajectory,
@@ -204,25 +220,19 @@ class _JudgeQueue:
         if outcome.error is None:
             judgements: list[Judgement] = outcome.value
         else:
-            judgements = [_failure(outcome.error)] * len(episodes)
+            judgements = [self._failure(outcome.error)] * len(episodes)
         for judgement in judgements:
             if isinstance(judgement, JudgeFailed):
                 self._log(f"judge {self.spec.name}: {judgement}")
         return judgements
 
     async def _answer(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
-        judgements = [_checked(judgement) for judgement in await self.judge.judge(episodes)]
+        judgements = [checked(each, "its score is") for each in await self.judge.judge(episodes)]
         if len(judgements) != len(episodes):
             raise JudgeFailed(f"it gave {len(judgements)} scores for {len(episodes)} episodes")
         return judgements
 
-
-def _failure(error: BaseException) -> JudgeFailed:
-    return error if isinstance(error, JudgeFailed) else JudgeFailed(one_line(error))
-
-
-def _checked(judgement: Judgement) -> Judgement:
-    if isinstance(judgement, JudgeFailed):
-        return judgement
-    score = float(judgement)
-    return score if math.isfinite(score) else JudgeFailed(f"its score is {score}")
+    def _failure(self, error: BaseException) -> JudgeFailed:
+        if isinstance(error, JudgeFailed):
+            return error
+        return JudgeFailed(str(raised(error, self.judge.judge)))
