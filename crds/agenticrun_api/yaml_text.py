@@ -115,6 +115,9 @@ class _Loader(yaml.SafeLoader):
     def boolean(self, node: yaml.ScalarNode) -> bool:
         return node.value in _TRUE
 
+    def refuse(self, node: yaml.Node) -> None:
+        raise InvalidYaml(f"line {node.start_mark.line + 1}: JSON has no {node.tag}: quote it")
+
 
 def _key(key: Any, line: int) -> str:
     if isinstance(key, bool):
@@ -129,7 +132,7 @@ _Loader.add_constructor(f"{_TAG}float", _Loader.number)
 _Loader.add_constructor(f"{_TAG}bool", _Loader.boolean)
 # kubectl makes texts of these, or fails.
 for _name in ("timestamp", "binary", "set", "omap", "pairs"):
-    _Loader.add_constructor(f"{_TAG}{_name}", yaml.SafeLoader.construct_undefined)
+    _Loader.add_constructor(f"{_TAG}{_name}", _Loader.refuse)
 
 
 class _Dumper(yaml.SafeDumper):
