@@ -123,7 +123,7 @@ class HasVocabulary(Protocol):
 
 
 class NoColumn(KeyError):
-    """An item has no column of that name. The text names those that it has."""
+    """An item has no column of that name. The text names its columns."""
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -78,7 +78,7 @@ class EnvWorker(Traced):
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._open = AsyncExitStack()
-        """What `close` closes."""
+        """Resources to free at the end."""
         self._garbage_collected_at = float("-inf")
         self._running: dict[tuple[EpisodeKey, int], RunningEpisode] = {}
         """Running episodes by key and attempt."""

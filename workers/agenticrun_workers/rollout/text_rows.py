@@ -59,7 +59,7 @@ class _File:
     buffer: Buffer
     decode: Callable[[str], Row] = json.loads
     unit: str = "line"
-    """What messages call a line of the buffer."""
+    """Word for a line of the buffer in messages."""
     begins: array[int] = field(default_factory=lambda: array("q"))
     """Offset of each row."""
     ends: array[int] = field(default_factory=lambda: array("q"))
@@ -250,4 +250,4 @@ CONVERTERS: Mapping[str, Callable[[str], Any]] = {
     "float": float,
     "bool": lambda text: {"true": True, "false": False, "1": True, "0": False}[text.lower()],
 }
-"""What each type of `dataset.types` makes of the text of a field."""
+"""Converters of a field's text, by the type in `dataset.types`."""
