@@ -148,6 +148,7 @@ _FIELD_TERMS = (
     ".dtype",
     ".attnImplementation",
     ".chatFormat",
+    ".dataset.types",
     ".lrSchedulerType",
     ".strategy.name",
     ".wandb.mode",

@@ -65,7 +65,7 @@ NOT_IMPORTED = {
 }
 """Dependencies that no file of ours imports, and why they are declared."""
 
-PART_OF = {"httpx2": "mcp", "mcp_types": "mcp", "pydantic_core": "pydantic"}
+PART_OF = {"httpx2": "mcp", "mcp_types": "mcp", "pyarrow": "datasets", "pydantic_core": "pydantic"}
 """Modules that come with a declared dependency, which pins their version."""
 
 
