@@ -89,21 +89,17 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 continue  # the constructor refuses it
             line = key.start_mark.line + 1
-            if key.value in lines:
-                raise EqualKeys(key.value, lines[key.value], line)
-            lines[key.value] = line
+            is_merge = key.tag == f"{_TAG}merge"
+            name = key.value if is_merge else _key(self.construct_object(key), line)
+            if name in lines:
+                raise EqualKeys(name, lines[name], line)
+            lines[name] = line
         return node
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Construct a mapping. JSON's keys are texts: `y` becomes "true", and 007 becomes "7"."""
-        found: dict[str, Any] = {}
-        line = node.start_mark.line + 1
-        for key, value in super().construct_mapping(node, deep).items():
-            name = _key(key, line)
-            if name in found:
-                raise InvalidYaml(f"line {line}: two keys mean {name!r}: quote them")
-            found[name] = value
-        return found
+        found = super().construct_mapping(node, deep)
+        return {_key(key, node.start_mark.line + 1): value for key, value in found.items()}
 
     def number(self, node: yaml.ScalarNode) -> int | float:
         try:

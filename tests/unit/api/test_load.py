@@ -264,9 +264,9 @@ def test_values_are_those_that_kubectl_reads(text: str, value: object) -> None:
         ("a:\n- 9223372036854775808", "line 2: 9223372036854775808 is too large for Kubernetes"),
         ("a: -12345678901234567890123", "too large for Kubernetes to store exactly: write it in"),
         ("{1.5: a}", "line 1: the mapping has the key 1.5, which is no text: quote it"),
-        ("{7: a, 007: b}", "line 1: two keys mean '7': quote them"),
+        ("{7: a, 007: b}", "line 1: 7 is set twice (line 1): remove one of the two"),
         ("a: 1\nb: !!binary aGk=", "line 2: JSON has no tag:yaml.org,2002:binary: quote it"),
-        ("{y: a, true: b}", "line 1: two keys mean 'true': quote them"),
+        ("{y: a, 'true': b}", "line 1: true is set twice (line 1): remove one of the two"),
     ],
 )
 def test_what_kubernetes_cannot_store_exactly_is_refused(text: str, message: str) -> None:
