@@ -247,6 +247,11 @@ def fail() -> NoReturn:
         (Broken(lambda: StepResult("P", float("nan"), False)), "step returned the reward nan"),
         (Broken(fail, reset=lambda: None), "reset returned NoneType, not text"),  # type: ignore[arg-type, return-value]
         (Broken(lambda: StepResult("?", 0.0, False)), "cannot be tokenised"),
+        (
+            Broken(lambda: StepResult("P?", 0.0, False)),
+            "'?' is not in the vocabulary: add it to Broken.vocabulary() or "
+            "spec.model.initialize.words",
+        ),
     ],
 )
 def test_what_an_environment_does_wrong_ends_its_own_episode_with_a_reason(

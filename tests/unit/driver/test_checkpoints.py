@@ -16,8 +16,10 @@ import pytest
 from agenticrun_api import parse_run
 from agenticrun_api.names import WORK_DIR
 from agenticrun_workers.driver import checkpoints
+from agenticrun_workers.driver.attempt import report_of
 from agenticrun_workers.driver.checkpoints import (
     Checkpoint,
+    CheckpointNotSaved,
     CheckpointStore,
     DriverState,
     cluster_folders,
@@ -460,3 +462,38 @@ def test_the_output_lies_with_the_checkpoints_unless_those_are_in_object_storage
     document = run_with(("spec.checkpoint", storage), name="lake")
     document["metadata"]["uid"] = "0123456789ab"
     assert cluster_folders(parse_run(document)) == (Path(output), checkpoints)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        RuntimeError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+async def test_a_full_disk_is_named_with_the_folder_and_earlier_checkpoints_stay(
+    tmp_path: Path, error: Exception
+) -> None:
+    async def full(folder: str) -> None:
+        raise error
+
+    store = a_store(Folder(tmp_path))
+    await store.save(state(1), SAVE)
+    with pytest.raises(CheckpointNotSaved) as caught:
+        await store.save(state(2), {"actor_train": full})
+    message = str(caught.value)
+    assert message.startswith(f"the checkpoint of step 2 cannot be written to {tmp_path}/step-2: ")
+    assert "No space left on device" in message
+    assert "MiB free). Make room or correct the place, then resume" in message
+    assert report_of(caught.value, 2).message == f"in step 2: {message}"
+    found = await a_store(Folder(tmp_path)).restore("Auto", LOAD)
+    assert found is not None
+    assert found[1].step == 1
+
+
+async def test_other_errors_of_a_save_stay_as_they_are(tmp_path: Path) -> None:
+    async def broken(folder: str) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await a_store(Folder(tmp_path)).save(state(2), {"actor_train": broken})

@@ -62,6 +62,9 @@ _CALL_ID = "call00001"
 """Nine letters and digits: some templates accept no other ids."""
 
 
+MODEL_WORDS = "spec.model.initialize.words"
+
+
 class ChatTemplateError(InvalidConfig):
     """The chat template cannot express a conversation; the message says what, and what to do."""
 
@@ -130,6 +133,28 @@ class ChatFormat:
     def reasons(self) -> bool:
         """True if reasoning can be separated from the content of an answer."""
         return self._reader.reasons
+
+    def not_tokenised(self, what: str, texts: Sequence[str], env: object, error: Exception) -> str:
+        """Return why texts have no tokens, and what to do.
+
+        Args:
+            what: name of the last text.
+            texts: the instruction, and the text.
+            env: the environment that gave them.
+            error: of the tokenizer.
+        """
+        reason = str(error)
+        if "[UNK]" in reason:  # the tokenizer of a tiny model, which has whole words only
+            words = self._tokenizer.get_vocab()
+            split = self._tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+            unknown = [word for text in texts for word, _ in split(text) if word not in words]
+            if unknown:
+                name = getattr(env, "isolated_class", "") or type(env).__name__
+                reason = (
+                    f"{unknown[0][:80]!r} is not in the vocabulary: add it to {name}.vocabulary() "
+                    f"or {MODEL_WORDS}"
+                )
+        return f"the {what} {texts[-1][:80]!r} cannot be tokenised: {reason}"
 
     def first(self, system: str, user: str) -> IntArray:
         """Return the tokens up to the first answer, int32 [T]. Empty `system` = no message."""

@@ -177,9 +177,8 @@ class QueuedEpisode:
         try:
             tokens_T = self._chat.first(instruction, text)
         except Exception as error:  # tokenizers raises plain Exception
-            raise EnvFault(
-                StopReason.ENV_ERROR, f"the prompt {text[:80]!r} cannot be tokenised: {error}"
-            ) from error
+            message = self._chat.not_tokenised("prompt", (instruction, text), self._env, error)
+            raise EnvFault(StopReason.ENV_ERROR, message) from error
         episode = self._episode
         return Prompt(
             str(episode.key),

@@ -190,7 +190,8 @@ class _Play:
         try:
             return self.agent.prompt(self.instruction, self.past, observation)
         except Exception as error:  # tokenizers raises plain Exception
-            message = f"the observation {observation[:80]!r} cannot be tokenised: {error}"
+            texts = (self.instruction, observation)
+            message = self.agent.chat.not_tokenised("observation", texts, self.env, error)
             raise EnvFault(StopReason.ENV_ERROR, message) from error
 
     async def _respond(self, prompt_T: IntArray, observation: str, turn: int) -> Generation:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from typing import Annotated
 
 import typer
 
+from agenticrun_api.names import ExitCode
 from agenticrun_api.version import __version__
 from agenticrun_workers.cli.check_env import check_env
 from agenticrun_workers.cli.control import checkpoint, resume, stop, suspend
@@ -75,4 +77,25 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    app()
+    try:
+        app()
+    except OSError as error:
+        if error.errno not in UNWRITABLE or error.filename is None:
+            raise
+        typer.echo(f"{error.filename} cannot be written: {error.strerror}", err=True)
+        sys.exit(ExitCode.INVALID_CONFIG)
+
+
+UNWRITABLE = frozenset(
+    {
+        errno.EACCES,
+        errno.EDQUOT,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.ENOSPC,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
+"""Errors of a place that a command was given, which need no traceback."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterable
 from datetime import datetime
 from itertools import count
@@ -80,13 +81,24 @@ def give_up(message: str) -> NoReturn:
     raise typer.Exit(ExitCode.INVALID_CONFIG)
 
 
+def make_writable(folder: Path) -> None:
+    """Make an output folder; end the command with exit code 64 if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        done = "written to" if folder.is_dir() else "made"
+        give_up(f"--output: {folder} cannot be {done}: {error.strerror}")
+
+
 def new_folder(parent: Path, now: datetime) -> Path:
     """Create a folder named after the time, unique even when several processes start at once.
 
     Example: 20261121-104500, or 20261121-104500-2 if that one exists.
     """
     name = now.strftime("%Y%m%d-%H%M%S")
-    parent.mkdir(parents=True, exist_ok=True)
+    make_writable(parent)
     folder, others = parent / name, count(2)
     while True:
         try:

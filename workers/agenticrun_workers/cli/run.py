@@ -17,6 +17,7 @@ from agenticrun_workers.cli.common import (
     give_up,
     load,
     look_in,
+    make_writable,
     new_folder,
     refuse,
 )
@@ -93,6 +94,7 @@ def train(
     from agenticrun_workers.driver.local import RayNotStarted, run_locally
     from agenticrun_workers.errors import InvalidConfig
 
+    make_writable(folder)
     try:
         report = run_locally(
             run,

@@ -12,7 +12,7 @@ from agenticrun_api import Activity, AgenticRun, FinalReport, InvalidRun, Outcom
 from agenticrun_api.base import clean_text
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.driver.actors import RunActors
-from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
+from agenticrun_workers.driver.checkpoints import CheckpointNotSaved, CheckpointStore, DriverState
 from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
 from agenticrun_workers.driver.loop import Loop, LoopParts, checkpoint_status, position_of
@@ -98,7 +98,7 @@ class AttemptRunner:
                 logging.INFO if report.outcome is Outcome.STOPPED else logging.ERROR,
                 "%s",
                 report.message,
-                exc_info=error,
+                exc_info=None if isinstance(error, CheckpointNotSaved) else error,
             )
         await progress.finish(report)
         return report
@@ -251,6 +251,9 @@ def report_of(error: BaseException, step: int) -> FinalReport:
         return _report(Outcome.FAILED, Reason.INVALID_CONFIG, str(error), retryable=False)
     if isinstance(error, GuardTripped):
         return _report(Outcome.FAILED, "GuardTripped", str(error), retryable=False)
+    if isinstance(error, CheckpointNotSaved):
+        message = f"in step {step}: {error}"
+        return _report(Outcome.FAILED, "TrainingFailed", message, retryable=True)
     # The message goes into a condition of the run; the log has the whole error.
     line = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, ActorDied):

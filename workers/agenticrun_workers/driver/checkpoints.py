@@ -10,11 +10,13 @@ uid, so that a run never loads the weights of another run of the same name.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
 import platform
 import re
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -113,6 +115,23 @@ class Checkpoint:
             ) from error
 
 
+NO_SPACE = os.strerror(errno.ENOSPC)
+
+
+class CheckpointNotSaved(Exception):
+    """A checkpoint cannot be written. Earlier ones are intact."""
+
+    def __init__(self, uri: str, step: int, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        places = () if "://" in uri else (Path(uri), *Path(uri).parents)
+        path = next((path for path in places if path.is_dir()), None)
+        free = "" if path is None else f" ({shutil.disk_usage(path).free / 2**20:,.0f} MiB free)"
+        super().__init__(
+            f"the checkpoint of step {step} cannot be written to {uri}: {reason}{free}. Make room "
+            "or correct the place, then resume: earlier checkpoints are intact"
+        )
+
+
 class CheckpointStore:
     """The checkpoints of one run in the folder `base`. One attempt at a time writes there.
 
@@ -146,6 +165,16 @@ class CheckpointStore:
         ):
             return self._current
         folder = self._base / _name(state.step)
+        try:
+            return await self._write(folder, state, modules)
+        except Exception as error:  # writers in Rust and C++ raise errors of their own
+            if not isinstance(error, OSError) and NO_SPACE not in str(error):
+                raise
+            raise CheckpointNotSaved(folder.uri, state.step, error) from error
+
+    async def _write(
+        self, folder: Folder, state: DriverState, modules: Mapping[str, SaveModule]
+    ) -> Checkpoint:
         await asyncio.to_thread(_delete, folder)
         await asyncio.gather(*(save(str(folder / name)) for name, save in modules.items()))
 

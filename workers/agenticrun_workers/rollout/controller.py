@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from agenticrun_workers.agents.chat import MODEL_WORDS
 from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.rollout.env_pool import TrainingBackend
 from agenticrun_workers.rollout.eviction import EnvBreaker
@@ -334,9 +335,14 @@ class RolloutController:
         dropped = self._dropped.total()
         if dropped > MAX_DROPPED_SHARE * self._gate.groups_per_batch and untrainable:
             last = untrainable[-1]
+            # The error says itself what a tiny model's vocabulary lacks.
+            advice = (
+                ". "
+                if MODEL_WORDS in last.error
+                else ": fix the environment or its judge, or raise stepTimeoutSeconds. "
+            )
             raise TooManyDropped(
-                f"{dropped} groups were dropped for one batch: "
-                "fix the environment or its judge, or raise stepTimeoutSeconds. "
+                f"{dropped} groups were dropped for one batch{advice}"
                 f"The last episode of {last.tag!r} ended with {last.stop_reason}: {last.error}"
             )
         if chosen is not None and counts.filtered > chosen.max_rejected:
