@@ -411,16 +411,23 @@ class Algorithm(Model):
     """Constant that lossAggMode seq-mean-token-sum-norm divides by, for example sequenceLength."""
 
 
+RunningOver = Literal["batch", "group", "running", "none"]
+
+
 class RewardNormalization(Model):
-    """Normalisation of rewards, for estimators without their own baseline."""
+    """Normalisation of rewards, for estimators without their own baseline.
+
+    running: all trajectories that the run has trained on so far, this batch included; with grouping
+    tag, those of the tag. Checkpoints contain their mean and deviation.
+    """
 
     grouping: Literal["batch", "group", "tag", "state"] = "batch"
     """The meaning of `group` below: the batch, the trajectory's group, its tag, or (step_reinforce)
     equal states of its group."""
-    norm_mean_type: Over = "none"
-    """The set whose mean is subtracted."""
-    norm_std_type: Over = "none"
-    """The set whose standard deviation is the divisor."""
+    norm_mean_type: RunningOver = "none"
+    """The set whose mean is subtracted: batch, group, running or none."""
+    norm_std_type: RunningOver = "none"
+    """The set whose standard deviation is the divisor: batch, group, running or none."""
 
 
 Level = Literal["token", "segment", "geometric", "sequence"]

@@ -366,6 +366,12 @@ SECTIONS = (
             ),
             Metric("critic/{episode,step}_rewards_norm/{mean,max,min}", "", "gigpo's two parts"),
             Metric(
+                "critic/running_{mean,std}",
+                "reward",
+                "scores of all batches so far, with `running` in `rewardNormalization`",
+            ),
+            Metric("critic/running_{mean,std}/<tag>", "reward", "the same with grouping `tag`"),
+            Metric(
                 "critic/{reward,token_reward,advantage}_clip_frac",
                 "share",
                 "of values that `rewardClip` and `advantageClip` changed",

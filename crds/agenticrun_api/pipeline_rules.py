@@ -202,6 +202,24 @@ ALGORITHM_RULES = (
         ),
     ),
     Rule(
+        "!has(self.rewardNormalization) || (self.rewardNormalization.normMeanType != 'running' && "
+        "self.rewardNormalization.normStdType != 'running') || "
+        "(self.rewardNormalization.grouping in ['batch', 'tag'] && "
+        f"{_ALGORITHM}.name != 'step_reinforce')",
+        "running means and deviations are those of trajectories, over all or by tag: use grouping "
+        "batch or tag, and no algorithm step_reinforce",
+        ".rewardNormalization.grouping",
+        lambda p: (
+            p.reward_normalization is None
+            or "running"
+            not in (p.reward_normalization.norm_mean_type, p.reward_normalization.norm_std_type)
+            or (
+                p.reward_normalization.grouping in ("batch", "tag")
+                and p.algorithm.name != "step_reinforce"
+            )
+        ),
+    ),
+    Rule(
         "!has(self.rewardNormalization) || self.rewardNormalization.grouping != 'state' || "
         f"{_ALGORITHM}.name == 'step_reinforce'",
         "rewardNormalization.grouping state compares turns at equal states: it needs algorithm "

@@ -503,6 +503,19 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         Pipeline,
+        "running means and deviations are those of trajectories",
+        f"{_P}.rewardNormalization.grouping",
+        (
+            (f"{_P}.algorithm.name", "reinforce"),
+            (_NORM, {"grouping": "group", "normStdType": "running"}),
+        ),
+        (
+            (f"{_P}.algorithm.name", "reinforce"),
+            (_NORM, {"grouping": "tag", "normMeanType": "running"}),
+        ),
+    ),
+    RuleCase(
+        Pipeline,
         "rewardNormalization.grouping state compares turns",
         f"{_P}.rewardNormalization.grouping",
         ((f"{_P}.algorithm.name", "reinforce"), (_NORM, {"grouping": "state"})),

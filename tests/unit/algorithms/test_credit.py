@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -456,3 +458,71 @@ def test_a_batch_of_nothing_gives_nothing(estimator: str) -> None:
         )
         assert not result.per_turn_K.any()
         assert all(np.isfinite(value) for value in result.metrics.values())
+
+
+steps = st.lists(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.floats(-10, 10).map(lambda x: round(x, 2))), max_size=6
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("grouping", ["batch", "tag"])
+@given(steps=steps)
+def test_running_moments_are_those_of_all_rewards_so_far(
+    grouping: Any, steps: list[list[tuple[int, float]]]
+) -> None:
+    spec = CreditSpec("reinforce", norm_grouping=grouping, norm_mean="running", norm_std="running")
+    running: Any = None
+    seen: dict[int, list[float]] = {0: [], 1: []}
+    for step in steps:
+        batch = [Played((Turn(reward),), group=n, tag=tag) for n, (tag, reward) in enumerate(step)]
+        forth = assign_credit(spec, episodes(batch), running=running)
+        back = assign_credit(spec, episodes(batch[::-1]), running=running)
+        assert forth.running == back.running
+        for tag, reward in step:
+            seen[tag if grouping == "tag" else 0].append(reward)
+        for (tag, reward), value in zip(step, forth.per_turn_K, strict=True):
+            rewards = seen[tag if grouping == "tag" else 0]
+            std = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+            expected = (reward - statistics.fmean(rewards)) / std if std > 1e-5 else 0.0
+            assert value == pytest.approx(expected, abs=1e-6)
+        running = forth.running
+    for number, rewards in seen.items():
+        if rewards:
+            assert running[number].count == len(rewards)
+            assert running[number].mean == pytest.approx(statistics.fmean(rewards), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "expected"),
+    [
+        ("running", "none", [3.0 - 2.5, 5.0 - 2.5]),
+        (
+            "none",
+            "running",
+            [3.0 / statistics.stdev([0, 2, 3, 5]), 5.0 / statistics.stdev([0, 2, 3, 5])],
+        ),
+        (
+            "batch",
+            "running",
+            [-1.0 / statistics.stdev([0, 2, 3, 5]), 1.0 / statistics.stdev([0, 2, 3, 5])],
+        ),
+        ("running", "batch", [0.5 / math.sqrt(2), 2.5 / math.sqrt(2)]),
+    ],
+)
+def test_a_running_part_goes_with_any_other(mean: Any, std: Any, expected: list[float]) -> None:
+    spec = CreditSpec("reinforce", norm_mean=mean, norm_std=std)
+    first = assign_credit(spec, episodes([Played((Turn(0.0),)), Played((Turn(2.0),))]))
+    batch = episodes([Played((Turn(3.0),)), Played((Turn(5.0),))])
+    assert assign_credit(spec, batch, running=first.running).per_turn_K == pytest.approx(expected)
+
+
+def test_rounding_of_equal_rewards_has_no_running_deviation() -> None:
+    spec = CreditSpec("reinforce", norm_mean="running", norm_std="running")
+    rewards = [100.0, float(np.nextafter(np.float32(100), 1e9))]
+    result = assign_credit(spec, episodes([Played((Turn(x),)) for x in rewards]))
+    assert result.per_turn_K.tolist() == [0.0, 0.0]
+    assert result.metrics["group/degenerate"] == 2

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
 from agenticrun_api import Pipeline
+from agenticrun_workers.driver.metrics import Stopwatch
 from agenticrun_workers.driver.step import (
+    TrainingStep,
     credit_turns,
     kl_controller,
     most_uncertain,
@@ -82,3 +86,22 @@ def test_the_controller_sees_the_mean_kl_per_response_token() -> None:
     assert controller.coef == pytest.approx(0.2 * (1 + 0.2 * len(results) / 100))
     assert kl_controller(config, 0.7).coef == 0.7
     assert kl_controller(pipeline(), None).coef == 0.0
+
+
+async def test_running_moments_continue_from_a_checkpoint_and_are_metrics() -> None:
+    config = pipeline(
+        algorithm={"name": "reinforce"},
+        rewardNormalization={"grouping": "tag", "normMeanType": "running"},
+    )
+
+    def step(moments: dict[str, list[float]]) -> TrainingStep:
+        return TrainingStep(config, None, None, Stopwatch(), moments)  # type: ignore[arg-type]
+
+    first = step({})
+    first.credit(two_groups(), None)
+    assert first.reward_moments == {"A": [4.0, 0.5, 1.0]}
+    resumed = step(json.loads(json.dumps(first.reward_moments)))
+    metrics = resumed.credit(two_groups(), None).metrics
+    assert resumed.reward_moments == {"A": [8.0, 0.5, 2.0]}
+    assert metrics["critic/running_mean/A"] == 0.5
+    assert metrics["critic/running_std/A"] == pytest.approx(math.sqrt(2 / 7))

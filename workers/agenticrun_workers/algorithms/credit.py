@@ -11,8 +11,8 @@ not trainable.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -22,8 +22,10 @@ from agenticrun_workers.algorithms import baselines
 from agenticrun_workers.algorithms.baselines import Compared, state_sets, step_returns
 from agenticrun_workers.algorithms.normalization import (
     Grouping,
+    Moments,
     Normalization,
     Over,
+    RunningOver,
     normalization,
     spread,
     zero_variance_share,
@@ -84,6 +86,8 @@ class Episodes:
     sizes_K: Floats | None = None
     """Sum of the absolute values of what was added to the shaped reward of each turn, by which
     float32 rounded it. `assign_credit` sets it."""
+    running: Mapping[int, Moments] = field(default_factory=dict)
+    """`Credit.running`. `assign_credit` sets it."""
 
     def take(self, chosen: Integers) -> tuple[Episodes, Integers]:
         """Return the chosen trajectories, and the indices of their turns in the batch."""
@@ -142,8 +146,8 @@ class CreditSpec:
     overlong_buffer: float = 1.0
     overlong_penalty: float = 1.0
     norm_grouping: Grouping = "batch"
-    norm_mean: Over = "none"
-    norm_std: Over = "none"
+    norm_mean: RunningOver = "none"
+    norm_std: RunningOver = "none"
     """rewardNormalization of gae, reinforce, agentic_reinforce and reinforce_plus_plus.
 
     step_reinforce applies it to step returns.
@@ -191,9 +195,17 @@ class Credit:
     trains_N: Booleans
     """True if the trajectory's tokens are in the loss."""
     metrics: dict[str, float]
+    running: Mapping[int, Moments] = field(default_factory=dict)
+    """Moments of the scores of all batches, this one included: by tag with grouping `tag`, else
+    those of number 0. Empty unless the normalisation uses them."""
 
 
-def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) -> Credit:
+def assign_credit(
+    spec: CreditSpec,
+    episodes: Episodes,
+    kl_coef: float = 0.0,
+    running: Mapping[int, Moments] | None = None,
+) -> Credit:
     """Return the credit of each turn of a batch.
 
     Args:
@@ -201,6 +213,7 @@ def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) ->
         episodes: scalars of the batch.
         kl_coef: coefficient of `kl_K` in the reward for estimators of kind `advantage`; for the
             others the ranks subtract the KL token by token.
+        running: `Credit.running` of the batch before; None for the first batch.
 
     Raises:
         ValueError: a trainable trajectory has a reward (or KL) that is not finite, or an array that
@@ -212,7 +225,8 @@ def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) ->
     valid, turns = episodes.take(chosen)
     valid.require_finite(chosen)
     rewards_K, sizes_K, metrics = _shaped_rewards(spec, estimator, valid)
-    valid = replace(valid, sizes_K=sizes_K)
+    running = _running(spec, valid, rewards_K, running or {})
+    valid = replace(valid, sizes_K=sizes_K, running=running)
     if _compares_groups(spec):
         metrics["group/zero_variance_share"] = _equal_groups(spec, valid, rewards_K)
     if estimator.kind == "advantage" and kl_coef:
@@ -227,7 +241,27 @@ def assign_credit(spec: CreditSpec, episodes: Episodes, kl_coef: float = 0.0) ->
         if spec.truncated == "mask"
         else episodes.trainable_N
     )
-    return Credit(per_turn_K, estimator.kind, trains_N, metrics | estimator_metrics)
+    return Credit(per_turn_K, estimator.kind, trains_N, metrics | estimator_metrics, running)
+
+
+def _running(
+    spec: CreditSpec, episodes: Episodes, rewards_K: Floats, before: Mapping[int, Moments]
+) -> Mapping[int, Moments]:
+    """Return the moments of all scores so far, with those of this batch."""
+    if "running" not in (spec.norm_mean, spec.norm_std):
+        return {}
+    scores_N = segment_sums(rewards_K, episodes.cu_turns_N1)
+    sets_N = _running_sets(spec, episodes)
+    merged = dict(before)
+    for number in map(int, np.unique(sets_N)):
+        now = Moments.of(scores_N[sets_N == number])
+        merged[number] = before[number].merged(now) if number in before else now
+    return merged
+
+
+def _running_sets(spec: CreditSpec, episodes: Episodes) -> Integers:
+    tags_N = episodes.tags_N
+    return tags_N if spec.norm_grouping == "tag" else np.zeros_like(tags_N)
 
 
 def _compares_groups(spec: CreditSpec) -> bool:
@@ -331,8 +365,8 @@ def _step_reinforce(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> 
     step = normalization(
         returns_K,
         _sets(spec, episodes, owners(cu)),
-        spec.norm_mean,
-        spec.norm_std,
+        _of_batch(spec.norm_mean),
+        _of_batch(spec.norm_std),
         step_returns(_sizes_of_turns(episodes), cu, spec.step_reward_gamma),
     )
     values_K = step.apply(returns_K)
@@ -344,12 +378,36 @@ def _step_reinforce(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> 
 
 def _normalized(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates:
     scores_N = segment_sums(rewards_K, episodes.cu_turns_N1)
-    sets_N = _sets(spec, episodes, None)
-    return _rewards_of_turns(
-        episodes,
-        rewards_K,
-        normalization(scores_N, sets_N, spec.norm_mean, spec.norm_std, _sizes(episodes)),
+    sets_N, sizes_N = _sets(spec, episodes, None), _sizes(episodes)
+    normalized = normalization(
+        scores_N, sets_N, _of_batch(spec.norm_mean), _of_batch(spec.norm_std), sizes_N
     )
+    if episodes.running and len(scores_N):
+        normalized = _by_running_moments(spec, episodes, scores_N, normalized)
+    return _rewards_of_turns(episodes, rewards_K, normalized)
+
+
+def _of_batch(over: RunningOver) -> Over:
+    return "none" if over == "running" else over
+
+
+def _by_running_moments(
+    spec: CreditSpec, episodes: Episodes, scores_N: Floats, normalized: Normalization
+) -> Normalization:
+    """Replace mean or deviation of a normalisation by those of all batches so far."""
+    sizes_N = _sizes(episodes)
+    moments_N = [episodes.running[int(number)] for number in _running_sets(spec, episodes)]
+    differs_N = np.array([m.spreads(size) for m, size in zip(moments_N, sizes_N, strict=True)])
+    shift_N, scale_N = normalized.shift_N, normalized.scale_N
+    degenerate_N = normalized.degenerate_N
+    if spec.norm_mean == "running":
+        shift_N = np.where(differs_N, [m.mean for m in moments_N], scores_N)
+    if spec.norm_std == "running":
+        flat = 1.0 if spec.norm_mean == "running" else 0.0
+        std_N = np.where(differs_N, [m.std for m in moments_N], 1.0)
+        scale_N = np.where(differs_N, 1.0 / std_N, flat)
+        degenerate_N = ~differs_N
+    return Normalization(shift_N, scale_N, degenerate_N)
 
 
 def _less_the_groups_mean(_: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates:

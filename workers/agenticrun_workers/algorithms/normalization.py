@@ -14,6 +14,7 @@ Both take two phases: (n, sum) first, then the squares about the mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from agenticrun_workers.algorithms.compiled import run
 from agenticrun_workers.algorithms.segments import Booleans, Floats, Integers, column_sums
 
 Over = Literal["batch", "group", "none"]
+RunningOver = Literal["batch", "group", "running", "none"]
 Grouping = Literal["batch", "group", "tag", "state"]
 
 ROUNDING = 4.0 * float(np.finfo(np.float32).eps)
@@ -136,6 +138,30 @@ class Moments:
     mean: float
     m2: float
 
+    @classmethod
+    def of(cls, values: Floats) -> Moments:
+        """Return the moments of values, the same in any order."""
+        if not len(values):
+            return cls(0.0, 0.0, 0.0)
+        mean = math.fsum(values) / len(values)
+        return cls(float(len(values)), mean, math.fsum((values - mean) ** 2))
+
+    def merged(self, other: Moments) -> Moments:
+        """Return the moments of all values of both (Chan, Golub, LeVeque 1983)."""
+        count = self.count + other.count
+        if not count:
+            return self
+        apart = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + apart * other.count / count,
+            self.m2 + other.m2 + apart * apart * self.count * other.count / count,
+        )
+
+    def spreads(self, size: float = 0.0) -> bool:
+        """Return True if the values differ by more than rounding; `size` as in `scale`."""
+        return self.std > ROUNDING * max(abs(self.mean), size)
+
     @property
     def std(self) -> float:
         """Unbiased standard deviation; 0 for fewer than two values."""
@@ -148,7 +174,7 @@ class Moments:
             size: of what was subtracted to get the values, so that only rounding may be left of
                 them.
         """
-        return 1.0 / self.std if self.std > ROUNDING * max(abs(self.mean), size) else 1.0
+        return 1.0 / self.std if self.spreads(size) else 1.0
 
 
 def moments(

@@ -159,7 +159,11 @@ class Loop:
         kept: Mapping[str, Any] = resume.parts if resume else {}
         self._stopwatch = Stopwatch()
         self._training_step = TrainingStep(
-            self._pipeline, parts.trainers, kept.get(KL_PART), self._stopwatch
+            self._pipeline,
+            parts.trainers,
+            kept.get(KL_PART),
+            self._stopwatch,
+            kept.get(MOMENTS_PART, {}),
         )
         self._guards = GuardWatch(self._pipeline.guards, kept.get(GUARDS_PART))
         self._schedule: list[int] = kept.get(SCHEDULE_PART, schedule_plan(self._pipeline))
@@ -430,6 +434,7 @@ class Loop:
             baselines=self._baselines,
             parts={
                 KL_PART: self._training_step.kl_coef,
+                MOMENTS_PART: self._training_step.reward_moments,
                 GUARDS_PART: self._guards.state,
                 SCHEDULE_PART: self._schedule,
                 REQUEUED_PART: position.requeued_groups,
@@ -458,6 +463,7 @@ async def _next(metrics: AsyncIterator[Metrics]) -> Metrics | None:
 TRACED_METRICS = ("staleness/mean", "staleness/max", "rollout/queue_depth")
 """Metrics of steps that are counters in a trace."""
 KL_PART, GUARDS_PART, SCHEDULE_PART, REQUEUED_PART = "kl_coef", "guards", "schedule", "requeued"
+MOMENTS_PART = "reward_moments"
 """Keys of `DriverState.parts`."""
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ from agenticrun_workers.algorithms.credit import (
     assign_credit,
 )
 from agenticrun_workers.algorithms.kl import KlController, mean_kl
+from agenticrun_workers.algorithms.normalization import Moments
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.driver.metrics import Metrics, Stopwatch, gap_metrics
 from agenticrun_workers.driver.trainer_group import Advantages
@@ -56,6 +58,8 @@ class TrainingStep:
     Args:
         kl_coef: coefficient of the KL penalty from a checkpoint; None at the start of a run.
         stopwatch: measures the stages.
+        reward_moments: `TrainingStep.reward_moments` from a checkpoint; empty at the start of a
+            run.
     """
 
     def __init__(
@@ -64,7 +68,12 @@ class TrainingStep:
         trainers: Trainers,
         kl_coef: float | None,
         stopwatch: Stopwatch,
+        reward_moments: Mapping[str, Sequence[float]],
     ) -> None:
+        self._tags = {env.tag: code for code, env in enumerate(pipeline.envs)}
+        self._running = {
+            self._tags.get(tag, 0): Moments(*moments) for tag, moments in reward_moments.items()
+        }
         self._pipeline = pipeline
         self._trainers = trainers
         self._kl = kl_controller(pipeline, kl_coef)
@@ -74,6 +83,31 @@ class TrainingStep:
     def kl_coef(self) -> float:
         """The current coefficient of the KL penalty in the reward."""
         return self._kl.coef
+
+    @property
+    def reward_moments(self) -> dict[str, list[float]]:
+        """Number, mean and sum of squared deviations of the scores so far, by tag.
+
+        The tag is empty if `rewardNormalization` compares all trajectories.
+        """
+        normalization = self._pipeline.reward_normalization
+        by_tag = normalization is not None and normalization.grouping == "tag"
+        names = {code: tag if by_tag else "" for tag, code in self._tags.items()}
+        return {
+            names[code]: [moments.count, moments.mean, moments.m2]
+            for code, moments in self._running.items()
+        }
+
+    def _running_metrics(self) -> Metrics:
+        metrics: Metrics = {}
+        for tag, moments in self.reward_moments.items():
+            found = Moments(*moments)
+            metrics |= (
+                {f"critic/running_mean/{tag}": found.mean, f"critic/running_std/{tag}": found.std}
+                if tag
+                else {"critic/running_mean": found.mean, "critic/running_std": found.std}
+            )
+        return metrics
 
     async def train(self, groups: tuple[Group, ...], version: int) -> Metrics:
         """Train on these groups.
@@ -85,7 +119,7 @@ class TrainingStep:
         with self._stopwatch.phase("old_log_probs_values"):
             scored = await self._trainers.score(groups, version)
         with self._stopwatch.phase("credit"):
-            credits = credit_turns(self._pipeline, results, scored.kl, self._kl.coef)
+            credits = self.credit(results, scored.kl)
         with self._stopwatch.phase("train"):
             advantages = await self._trainers.compute_advantages(credits)
             critic_metrics, actor_metrics = await asyncio.gather(
@@ -100,6 +134,14 @@ class TrainingStep:
             **gap_metrics(scored.gaps),
             **self._adapt_kl(results, scored.kl),
         }
+
+    def credit(
+        self, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None
+    ) -> TurnCredits:
+        """Return the credit of each turn, and keep the moments of the scores."""
+        credits = credit_turns(self._pipeline, results, kl, self._kl.coef, self._running)
+        self._running = dict(credits.running)
+        return replace(credits, metrics={**credits.metrics, **self._running_metrics()})
 
     def _adapt_kl(
         self, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None
@@ -135,15 +177,17 @@ def credit_turns(
     results: list[EpisodeResult],
     kl: Mapping[EpisodeKey, Floats] | None,
     kl_coef: float,
+    running: Mapping[int, Moments] | None = None,
 ) -> TurnCredits:
     """Return the credit of each turn of these trajectories.
 
     Args:
         kl: summed token KL of each turn; None where the reward has no KL penalty.
         kl_coef: coefficient of that penalty.
+        running: `Credit.running` of the batch before.
     """
     episodes = episodes_of(pipeline, results, kl)
-    credit: Credit = assign_credit(credit_spec(pipeline), episodes, kl_coef)
+    credit: Credit = assign_credit(credit_spec(pipeline), episodes, kl_coef, running)
     parts = np.split(credit.per_turn_K, episodes.cu_turns_N1[1:-1]) if results else []
     return TurnCredits(
         kind=credit.kind,
@@ -154,6 +198,7 @@ def credit_turns(
         },
         kl_coef=kl_coef,
         metrics=credit.metrics,
+        running=credit.running,
     )
 
 

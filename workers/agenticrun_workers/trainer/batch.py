@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from agenticrun_api import Pipeline
 from agenticrun_workers.algorithms.credit import Kind
 from agenticrun_workers.algorithms.kl import KlKind
-from agenticrun_workers.algorithms.normalization import Reduce
+from agenticrun_workers.algorithms.normalization import Moments, Reduce
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.algorithms.token_advantages import (
     TokenAdvantages,
@@ -89,6 +89,8 @@ class TurnCredits:
     """True if the trajectory's tokens are in the loss."""
     kl_coef: float
     metrics: Mapping[str, float]
+    running: Mapping[int, Moments] = field(default_factory=dict)
+    """`Credit.running`."""
 
 
 ValueTargets = dict[EpisodeKey, list[tuple[FloatArray | None, FloatArray]]]
