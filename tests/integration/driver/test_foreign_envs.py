@@ -277,3 +277,20 @@ def test_mistakes_in_the_config_of_libraries(
 ) -> None:
     with pytest.raises(EnvConfigError, match=message):
         make_env(type, config)
+
+
+async def test_the_example_of_verifiers_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group, without a warm-up: each episode takes seconds, in processes of its own."""
+    example = EXAMPLES / "verifiers"
+    monkeypatch.syspath_prepend(str(example))
+    monkeypatch.setenv("PYTHONPATH", str(example))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    document = shrunk("verifiers/agenticrun.yaml")
+    document["spec"]["pipeline"].pop("warmup")
+    command = document["spec"]["pipeline"]["envs"][0]["agent"]["config"]["command"]
+    made = subprocess.run([*command[:-2], "-c", "import verifiers"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    step = await train_a_step(document, tmp_path)
+    assert step["stop/completed"] == 1.0
