@@ -142,6 +142,14 @@ drills: setup ## Slow fault drills (tier two of docs/testing.md)
 bench: setup ## Benchmarks, by hand; results go to benchmarks/results
 	@for file in benchmarks/*.py; do $(BIN)/python $$file --json benchmarks/results/$$(date +%F)-$$(basename $$file .py).json; done
 
+.PHONY: gpu-check
+gpu-check: setup ## Check on one GPU what no CPU can show, in half an hour (STAGES=a,b; DRY_RUN=1: the same code on the CPU)
+	@$(BIN)/python -m agenticrun_workers.gpu_check $(if $(DRY_RUN),--dry-run) $(if $(STAGES),--stages $(STAGES))
+
+.PHONY: gpu-check-cluster
+gpu-check-cluster: setup ## Check a cluster with 8 GPUs: NCCL, and two steps of each run in examples/gpu (IMAGE=worker image, NAMESPACE=; DRY_RUN=1: print the manifests)
+	@$(BIN)/python tools/gpu_check_cluster.py --image $(or $(IMAGE),$(error set IMAGE to the worker image)) $(if $(NAMESPACE),-n $(NAMESPACE)) $(if $(DRY_RUN),--dry-run)
+
 ##@ Cluster
 .PHONY: demo
 demo: ## Bring up a cluster, install everything, train examples/frozen-lake.yaml, show progress
