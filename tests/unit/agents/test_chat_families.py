@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any, get_args
 
 import pytest
@@ -236,6 +237,21 @@ def test_no_answer_raises_and_each_call_can_be_sent(
         assert isinstance(json.loads(call.arguments.encode()), dict)
     if answer.problem:
         assert (answer.content, answer.calls) == ("".join(pieces), ())
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize(
+    "piece", ["to=functions.", "<parameter=a>", "<arg_key>a</arg_key>", "\n", "<", '<|"|>', "```"]
+)
+def test_a_policy_that_repeats_a_delimiter_costs_no_more_than_its_length(
+    family: str, piece: str
+) -> None:
+    """Patterns without a bound took 13 seconds."""
+    begun = {"qwen_xml": "<tool_call><function=add>", "glm": "<tool_call>add"}.get(family, "")
+    its = reader(family)
+    start = time.process_time()
+    its.read(begun + piece * (16_000 // len(piece)), ended=True, tools=TOOLS)
+    assert time.process_time() - start < 2
 
 
 def test_half_of_a_surrogate_pair_stays_an_escape() -> None:

@@ -29,7 +29,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 """Names of functions that every client can send back."""
 
 TEXT = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
-THINK = TEXT | {"open_pattern": r"\A\s*<think>", "close": "</think>"}
+THINK = TEXT | {"open_pattern": r"\A\s{0,16}<think>", "close": "</think>"}
 """Only the beginning of an answer is reasoning: later marks are content."""
 JSON_CALLS = {"repeats": True, "content": "json", "transform": {"function": "{content}"}}
 NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}
@@ -38,13 +38,30 @@ MAX_NESTING = 100
 """Most objects and lists in each other that an argument may have."""
 
 
-def _tagged(tag: str, **more: Any) -> dict[str, Any]:
-    """Return calls whose arguments are text between tags; the tool's schema gives their types."""
+ATEM_ARGUMENT = r'<atem:parameter name="(?P<key>[^"<>]{1,128})"[^<>]{0,128}>'
+GLM_ARGUMENT = r"<arg_key>(?P<key>[^<>]{1,128})</arg_key>\s*<arg_value>"
+XML_ARGUMENT = r"<parameter=(?P<key>[^<>]{1,128})>"
+
+
+def _tagged(opening: str, end: str, *, lines: bool = False, **more: Any) -> dict[str, Any]:
+    """Return calls whose arguments are text between tags; the tool's schema gives their types.
+
+    Args:
+        opening: pattern of the text before a value, with its `key`.
+        end: text after a value. A value contains neither it nor the beginning of `opening`.
+        lines: a value has lines of its own, whose breaks do not belong to it.
+    """
+    # Possessive and bounded, so that no answer takes longer than its length: policies repeat
+    # delimiters without end.
+    begins = opening.partition("(")[0]
+    other = f"<(?!{end[1:]}|{begins[1:]})"
+    inside = rf"(?:[^<\n]++|\n(?!{end})|{other})*+" if lines else f"(?:[^<]++|{other})*+"
+    gap = r"\n?" if lines else ""
     return more | {
         "repeats": True,
         "content": "xml-inline",
         "content_args": {
-            "tag_pattern": tag,
+            "tag_pattern": f"{opening}{gap}(?P<value>{inside}){gap}{end}",
             "value_parser": {"name": "text", "args": {"strip": False}},
         },
         "transform": NAMED,
@@ -66,6 +83,8 @@ class Family:
     """Text that only a call contains. In the content of an answer it is a malformed call."""
     dropped: tuple[str, ...] = ()
     """Texts around calls that are neither calls nor content."""
+    argument: tuple[str, str] | None = None
+    """Pattern of the beginning of an argument, and the text that ends it."""
 
 
 _MARKS = {
@@ -96,7 +115,7 @@ FAMILIES = (
             CALLS: JSON_CALLS
             | {
                 "open_pattern": r"(?:<\|channel\|>(?:commentary|analysis) )?to=functions\."
-                r"(?P<name>[^\s<]+) ?(?:<\|channel\|>(?:commentary|analysis))?"
+                r"(?P<name>[^\s<]{1,128}) ?(?:<\|channel\|>(?:commentary|analysis))?"
                 r"(?: ?(?:<\|constrain\|>)? ?json)?<\|message\|>",
                 "close": "<|call|>",
                 "transform": NAMED,
@@ -112,9 +131,10 @@ FAMILIES = (
             REASONING: TEXT | {"open_pattern": r"to=self<\|message\|>", "close": "<|eom|>"},
             CONTENT: TEXT | {"open_pattern": r"to=user<\|message\|>", "close": "<|eom|>"},
             CALLS: _tagged(
-                r'<atem:parameter name="(?P<key>[^"]+)"[^>]*>(?P<value>.*?)</atem:parameter>',
-                open_pattern=r"to=[^\s<]+<\|message\|>\s*<atem:function_calls>\s*"
-                r'<atem:invoke name="(?P<name>[^"]+)">',
+                ATEM_ARGUMENT,
+                "</atem:parameter>",
+                open_pattern=r"to=[^\s<]{1,128}<\|message\|>\s*<atem:function_calls>\s*"
+                r'<atem:invoke name="(?P<name>[^"]{1,128})">',
                 close_pattern=r"</atem:invoke>\s*</atem:function_calls>",
             ),
             OUTSIDE: TEXT,
@@ -122,6 +142,7 @@ FAMILIES = (
         "</atem:function_calls>",
         "<atem:invoke",
         ("<|start|>assistant", "<|eom|>"),
+        (ATEM_ARGUMENT, "</atem:parameter>"),
     ),
     Family(
         "gemma4",
@@ -130,7 +151,7 @@ FAMILIES = (
             REASONING: TEXT | {"open_pattern": r"<\|channel>thought\n?", "close": "<channel|>"},
             CALLS: JSON_CALLS
             | {
-                "open_pattern": r"<\|tool_call>call:(?P<name>[^\s{}<>]+)(?=\{)",
+                "open_pattern": r"<\|tool_call>call:(?P<name>[^\s{}<>]{1,128})(?=\{)",
                 "close": "<tool_call|>",
                 "content_args": {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True},
                 "transform": NAMED,
@@ -148,7 +169,7 @@ FAMILIES = (
                 "open_pattern": _MARKS["call▁begin"]
                 + r"\w*"
                 + _MARKS["sep"]
-                + r"(?P<name>[^\s<]+)\s*"
+                + r"(?P<name>[^\s<]{1,128})\s*"
                 r"```(?:json)?\s*",
                 "close_pattern": r"```\s*" + _MARKS["call▁end"],
                 "transform": NAMED,
@@ -177,26 +198,31 @@ FAMILIES = (
         "<arg_key>",
         {
             CALLS: _tagged(
-                r"<arg_key>(?P<key>[^<>]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>",
-                open_pattern=r"<tool_call>\s*(?P<name>[^\s<>]+)",
+                GLM_ARGUMENT,
+                "</arg_value>",
+                open_pattern=r"<tool_call>\s*(?P<name>[^\s<>]{1,128})",
                 close="</tool_call>",
             )
         },
         "</tool_call>",
         "<tool_call>",
+        argument=(GLM_ARGUMENT, "</arg_value>"),
     ),
     Family(
         "qwen_xml",
         "<function=",
         {
             CALLS: _tagged(
-                r"<parameter=(?P<key>[^<>]+)>\n?(?P<value>.*?)\n?</parameter>",
-                open_pattern=r"<tool_call>\s*<function=(?P<name>[^<>]+)>",
+                XML_ARGUMENT,
+                "</parameter>",
+                lines=True,
+                open_pattern=r"<tool_call>\s*<function=(?P<name>[^<>]{1,128})>",
                 close_pattern=r"</function>\s*</tool_call>",
             )
         },
         "</tool_call>",
         "<tool_call>",
+        argument=(XML_ARGUMENT, "</parameter>"),
     ),
     HERMES,
     Family(
@@ -211,8 +237,8 @@ FAMILIES = (
         {
             CALLS: JSON_CALLS
             | {
-                "open_pattern": r"\A\s*(?:<\|python_tag\|>)?"
-                r'(?=\s*\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:)'
+                "open_pattern": r"\A\s{0,16}(?:<\|python_tag\|>)?"
+                r'(?=\s{0,16}\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:)'
             }
         },
     ),
@@ -362,13 +388,16 @@ class AnswerReader:
             _closes(calls, text) or (ended and self._ends_calls)
         ):
             raise _Malformed("the tool call has no end")
-        tag = calls.content_args.get("tag_pattern") if calls.content == "xml-inline" else None
-        if tag is None:
+        if self.family.argument is None or self.own is not None:
             return
+        opening, end = self.family.argument
         for body in _bodies(events):
-            rest = re.sub(tag, "", body, flags=re.S).strip()
-            if rest:
-                raise _Malformed(f"the tool call has text between its arguments: {rest[:80]!r}")
+            *arguments, rest = body.split(end)
+            odd = next((part for part in arguments if not re.match(rf"\s*{opening}", part)), rest)
+            if odd.strip():
+                raise _Malformed(
+                    f"the tool call has text between its arguments: {odd.strip()[:80]!r}"
+                )
 
 
 def _closes(calls: ResponseTemplateField, text: str) -> bool:

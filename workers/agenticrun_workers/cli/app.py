@@ -12,6 +12,7 @@ import typer
 from agenticrun_api.names import ExitCode
 from agenticrun_api.version import __version__
 from agenticrun_workers.cli.check_env import check_env
+from agenticrun_workers.cli.check_model import check_model
 from agenticrun_workers.cli.control import checkpoint, resume, stop, suspend
 from agenticrun_workers.cli.convert import convert
 from agenticrun_workers.cli.debug import debug
@@ -37,6 +38,7 @@ app.command()(run)
 app.command()(validate)
 app.command()(plan)
 app.command("check-env")(check_env)
+app.command("check-model")(check_model)
 app.command()(debug)
 app.command("eval")(evaluate)
 app.command()(export)
