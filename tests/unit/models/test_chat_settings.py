@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from huggingface_hub.errors import GatedRepoError
 from transformers import AutoTokenizer
 
 from agenticrun_api.spec import ModelSpec
 from agenticrun_workers.agents import ChatFormat
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.models import tokenizer
 from agenticrun_workers.models.source import ChatSource, ModelSource, TokenizerSource
 from agenticrun_workers.models.tokenizer import load_tokenizer
 from byte_level import byte_level_tokenizer
@@ -100,6 +103,19 @@ def test_a_generation_config_that_cannot_be_read_is_refused(folder: Path) -> Non
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(InvalidConfig, match="generation_config"):
         load_tokenizer(TokenizerSource(str(folder)))
+
+
+def test_a_gated_model_of_the_cache_needs_no_generation_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def gated(*_: object, **__: object) -> str:
+        raise GatedRepoError("accept the terms first", response=MagicMock())
+
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", gated)
+    cached = byte_level_tokenizer(CORPUS, THINKS)
+    monkeypatch.setattr(tokenizer, "_from_path", lambda *_: cached)
+    its = ChatFormat(load_tokenizer(TokenizerSource("someone/gated")))
+    assert its.stop_tokens == (its.end_of_turn,)
 
 
 def test_the_format_of_calls_can_be_named(folder: Path) -> None:

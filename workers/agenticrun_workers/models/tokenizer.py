@@ -148,8 +148,13 @@ def _generation_ends(source: TokenizerSource) -> tuple[int, ...]:
         return ()
     from transformers.utils import cached_file
 
+    # A model on the hub may have none, and a machine without a network may not have it cached.
     file = cached_file(
-        source.path, "generation_config.json", _raise_exceptions_for_missing_entries=False
+        source.path,
+        "generation_config.json",
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
     )
     if file is None:
         return ()
