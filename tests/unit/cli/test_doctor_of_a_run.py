@@ -408,6 +408,7 @@ def test_everything_about_a_run_on_a_cluster_has_a_row(tmp_path: Path) -> None:
         "quotas": Verdict.OK,
         "images": Verdict.OK,
         "code": Verdict.OK,
+        "plan": Verdict.OK,
         "volume": Verdict.OK,
         "secret registry": Verdict.WARNING,
     }
