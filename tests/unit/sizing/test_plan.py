@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
@@ -15,10 +15,11 @@ from agenticrun_api.load import read_run
 from agenticrun_api.overrides import with_overrides
 from agenticrun_workers.models.shape import ModelShape
 from agenticrun_workers.sizing.gpus import GIB, GPUS, Gpu, of_machine, recognize
-from agenticrun_workers.sizing.memory import model_memory, policy_layout, total
+from agenticrun_workers.sizing.memory import layout_of, model_memory, policy_layout, total
 from agenticrun_workers.sizing.models import run_shapes
 from agenticrun_workers.sizing.plan import Fit, Kind, Place, Plan, plan_run
 from agenticrun_workers.sizing.step_time import forward_flops
+from agenticrun_workers.trainer.fsdp2 import FsdpOptions
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PAIR = EXAMPLES / "gpu/two-plus-two.yaml"
@@ -53,6 +54,29 @@ def trainer_gpu(planned: Plan) -> Place:
 
 def sizes(found: Place) -> dict[str, float]:
     return {item.name: item.bytes for item in found.items}
+
+
+def test_a_new_option_of_fsdp2_is_planned_for() -> None:
+    """Each option of `strategy.config` that changes memory is read by `layout_of`."""
+    assert {*get_type_hints(FsdpOptions)} == {
+        "reshard_after_forward",
+        "gradient_checkpointing",
+        "fsdp_size",
+        "offload_policy",
+        "ulysses_sequence_parallel_size",
+        "logits_chunk_elements",
+    }
+    spec = run_with().spec
+    train = spec.pipeline.actor_train.strategy
+    layout = layout_of(train.name, {}, 8, 2, 1024)
+    options = FsdpOptions()
+    assert (layout.chunk, layout.reshard, layout.copies, layout.recompute, layout.offload) == (
+        options.logits_chunk_elements,
+        options.reshard_after_forward,
+        options.copies(8),
+        options.gradient_checkpointing,
+        options.offload_policy,
+    )
 
 
 def test_weights_gradients_and_optimizer_take_sixteen_bytes_of_each_local_element() -> None:

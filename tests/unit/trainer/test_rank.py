@@ -16,7 +16,8 @@ from agenticrun_api import Role
 from agenticrun_workers.driver.actors import _repeat_warnings
 from agenticrun_workers.models import pretrained
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
-from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.models.source import ModelSource, ModelSources
+from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.trainer.rank import RankActor
 
 LOG = logging.getLogger("agenticrun_workers.models.pretrained")
@@ -94,3 +95,25 @@ def test_nan_is_found_only_by_a_load_that_looks_for_it(tmp_path: Path) -> None:
     pretrained.load_model(str(tmp_path), check_values=False)
     with pytest.raises(pretrained.ModelLoadError, match="hold NaN"):
         pretrained.load_model(str(tmp_path))
+
+
+def test_a_rank_describes_its_gpu_and_the_models_before_it_loads_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    initialize_model(tmp_path, InitializeSpec(words=("up", "down")))
+    source = ModelSource(str(tmp_path))
+    trainer = TrainerActor(0, 1, SimpleNamespace(deterministic=False))  # type: ignore[arg-type]
+    sources = ModelSources(source, source, source)
+    assert trainer.describe(sources) is None
+    gpu = SimpleNamespace(name="NVIDIA L4", total_memory=24)
+    monkeypatch.setattr(TrainerActor, "_claim_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(pretrained, "load_model", None)
+    found = trainer.describe(sources)
+    assert found is not None
+    assert found[:2] == ("NVIDIA L4", 24)
+    model = pretrained.load_config(str(tmp_path))
+    assert found[2][Role.TRAINER].vocabulary == model.vocab_size
+    assert set(found[2]) == {Role.TRAINER, Role.REFERENCE, Role.CRITIC}
+    missing = ModelSource("/models/missing")
+    assert trainer.describe(ModelSources(missing, missing, missing)) is None

@@ -6,12 +6,15 @@
 
 Both are tried on a small synthetic batch before a run starts its actors: an error in the loss
 would otherwise show after the first batch of episodes.
+
+torch is imported inside functions, because the driver imports this module.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
 
 from agenticrun_api import Pipeline
 from agenticrun_api.algorithm import Algorithm
@@ -22,15 +25,13 @@ from agenticrun_workers.algorithms.credit import (
     OwnEstimator,
     assign_credit,
 )
-from agenticrun_workers.algorithms.losses import (
-    VARIANTS,
-    LossTokens,
-    OwnLoss,
-    RatioLevel,
-    policy_loss,
-)
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.plugins import PluginError, bound
+
+if TYPE_CHECKING:
+    import torch
+
+    from agenticrun_workers.algorithms.losses import LossTokens, OwnLoss, RatioLevel
 
 LOSS_FIELD = "spec.pipeline.algorithm.pgVariant"
 ESTIMATOR_FIELD = "spec.pipeline.algorithm.name"
@@ -42,6 +43,8 @@ def own_loss(algorithm: Algorithm) -> OwnLoss:
         function = bound(algorithm.pg_variant, algorithm.loss_config or {}, arguments=2)
     except PluginError as error:
         raise InvalidConfig(LOSS_FIELD, str(error)) from error
+    from agenticrun_workers.algorithms.losses import OwnLoss
+
     return OwnLoss(algorithm.pg_variant, function)
 
 
@@ -60,13 +63,15 @@ def check_own_functions(pipeline: Pipeline) -> None:
         InvalidConfig: names the field, and what the function must return.
     """
     algorithm = pipeline.algorithm
-    if algorithm.pg_variant not in VARIANTS:
+    if ":" in algorithm.pg_variant:
         _check_loss(own_loss(algorithm), algorithm.ratio_type)
     if algorithm.name not in ESTIMATORS:
         _check_estimator(algorithm, own_estimator(algorithm))
 
 
 def _check_loss(loss: OwnLoss, level: RatioLevel) -> None:
+    from agenticrun_workers.algorithms.losses import policy_loss
+
     for count in (6, 0):  # a rank without samples computes the loss of no tokens
         tokens = _tokens(count)
         try:
@@ -91,6 +96,8 @@ def _problem_of(loss_N: torch.Tensor, logprobs_N: torch.Tensor) -> str | None:
             "has no gradient: compute the loss from tokens.logprobs_N or ratio_N with torch, "
             "without detach, item or numpy"
         )
+    import torch
+
     (gradient_N,) = torch.autograd.grad(loss_N.sum(), logprobs_N, allow_unused=True)
     if gradient_N is None or (len(gradient_N) and not gradient_N.any()):
         return (
@@ -107,6 +114,10 @@ def _problem_of(loss_N: torch.Tensor, logprobs_N: torch.Tensor) -> str | None:
 
 def _tokens(count: int) -> LossTokens:
     """Return the first tokens of two sequences with three turns, as on the CPU and in float32."""
+    import torch
+
+    from agenticrun_workers.algorithms.losses import LossTokens
+
     old_N = torch.tensor([-0.5, -1.5, -2.5, -0.1, -3.0, -1.0])
     change_N = torch.tensor([0.1, -0.3, 0.6, 0.0, -1.2, 0.25])
     return LossTokens(
