@@ -45,6 +45,7 @@ class World(ABC):
         self._trained: list[int] = []
         self._rerolled = 0
         self._actors: list[EngineActor] = []
+        self._workers: list[EnvWorker] = []
         self._store = TrajectoryStore()
         self._stores = [Remote(self._store)]
         self.env_pool = EnvPool(self._env_worker, 2)
@@ -78,6 +79,8 @@ class World(ABC):
                 task.cancel()
         for actor in self._actors:
             await actor.close()
+        for env_worker in self._workers:
+            await env_worker.close()
 
     async def train(self, steps: int, seconds: float = 60) -> RolloutPosition:
         """Make so many batches, each within `seconds`."""
@@ -116,6 +119,7 @@ class World(ABC):
 
     async def _env_worker(self) -> Any:
         worker = EnvWorker(f"w{self.rng.random()}", self._pipeline)
+        self._workers.append(worker)
         await worker.describe()
         await worker.setup(TokenizerSource(str(self._folder)))
         return Remote(worker)

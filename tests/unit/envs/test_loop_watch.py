@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bdb
+import threading
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from agenticrun_workers.envs import Env, EnvCalls, EnvFault
 from agenticrun_workers.envs.calls import Outcome, in_task
 from agenticrun_workers.envs.loop_watch import EventLoopBlocked, LoopWatch
+from waiting import eventually
 
 TICK = 0.05
 
@@ -82,3 +84,15 @@ async def test_an_environment_that_blocks_the_loop_costs_its_episode() -> None:
         pytest.raises(EnvFault, match=r"EventLoopBlocked.*test_loop_watch\.py:"),
     ):
         await EnvCalls().reset(env, 1, "train")  # type: ignore[arg-type]
+
+
+def test_a_watch_ends_with_its_loop() -> None:
+    async def leave_it_open() -> None:
+        LoopWatch(1, TICK).__enter__()
+
+    asyncio.run(leave_it_open())
+    eventually(
+        lambda: not any(thread.name == "loop-watch" for thread in threading.enumerate()),
+        20,
+        "the watch has ended",
+    )

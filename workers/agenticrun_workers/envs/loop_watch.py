@@ -76,7 +76,9 @@ class LoopWatch:
     def _watch(self) -> None:
         seen, missed = self._beats, 0
         while not self._stopped.wait(self._tick_seconds):
-            missed = missed + 1 if self._beats == seen else 0
+            if self._loop.is_closed():
+                return
+            missed = missed + 1 if self._beats == seen and self._loop.is_running() else 0
             seen = self._beats
             if missed and missed % self._ticks == 0:
                 self._interrupt()
