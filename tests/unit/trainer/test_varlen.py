@@ -67,14 +67,43 @@ def kernel(
     return torch.cat(parts, 1).transpose(0, 1)
 
 
-@pytest.mark.parametrize("with_kernel", [False, True])
+def kernel_of_torch_2_11(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+) -> Tensor:
+    assert query.shape[1] == key.shape[1] == value.shape[1]
+    return kernel(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        scale=scale,
+        window_size=window_size,
+        enable_gqa=True,
+    )
+
+
+@pytest.mark.parametrize("with_kernel", [None, kernel, kernel_of_torch_2_11])
 @pytest.mark.parametrize("window", [None, 3, 8])
 def test_each_token_attends_to_its_own_sequence(
-    window: int | None, with_kernel: bool, monkeypatch: pytest.MonkeyPatch
+    window: int | None,
+    with_kernel: Callable[..., Tensor] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Values and gradients."""
-    monkeypatch.setattr(varlen, "has_kernel", lambda _: with_kernel)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "has_kernel", lambda _: with_kernel is not None)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", with_kernel)
     torch.manual_seed(0)
     inputs = [torch.randn(2, heads, 8, 4, dtype=torch.float64) for heads in (4, 2, 2)]
     rows = Rows.of(BOUNDS, (2, 8), CPU)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,13 @@ def _attend(
         queries, keys, values = (
             x.transpose(1, 2).flatten(0, 1) for x in (query_BhTD, key_BkTD, value_BkTD)
         )
+        grouped: dict[str, Any] = {}
+        if queries.shape[1] != keys.shape[1]:
+            if "enable_gqa" in signature(varlen_attn).parameters:
+                grouped = {"enable_gqa": True}
+            else:  # torch 2.11
+                repeats = queries.shape[1] // keys.shape[1]
+                keys, values = (x.repeat_interleave(repeats, dim=1) for x in (keys, values))
         out: Any = varlen_attn(
             queries,
             keys,
@@ -160,7 +168,7 @@ def _attend(
             rows.longest,
             scale=scaling,
             window_size=(window - 1 if limited and window is not None else -1, 0),
-            enable_gqa=queries.shape[1] != keys.shape[1],
+            **grouped,
         )
         return out.reshape(len(query_BhTD), -1, *out.shape[1:])  # type: ignore[no-any-return]
     parts = []
