@@ -11,6 +11,7 @@ import inspect
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from agenticrun_api import Pipeline
@@ -214,9 +215,13 @@ class _JudgeQueue:
         limit = self.spec.timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                outcome = await in_task(self._answer(episodes))
+                outcome = attempt(self.judge.judge, episodes)
+                if outcome.error is None:
+                    outcome = await in_task(outcome.value)
         except TimeoutError:
             outcome = Outcome(error=JudgeFailed(f"it took more than {limit:g} s"))
+        if outcome.error is None:
+            outcome = attempt(_checked_scores, outcome.value, len(episodes))
         if outcome.error is None:
             judgements: list[Judgement] = outcome.value
         else:
@@ -226,13 +231,14 @@ class _JudgeQueue:
                 self._log(f"judge {self.spec.name}: {judgement}")
         return judgements
 
-    async def _answer(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
-        judgements = [checked(each, "its score is") for each in await self.judge.judge(episodes)]
-        if len(judgements) != len(episodes):
-            raise JudgeFailed(f"it gave {len(judgements)} scores for {len(episodes)} episodes")
-        return judgements
-
     def _failure(self, error: BaseException) -> JudgeFailed:
         if isinstance(error, JudgeFailed):
             return error
         return JudgeFailed(str(raised(error, self.judge.judge)))
+
+
+def _checked_scores(answers: Iterable[Judgement], episodes: int) -> list[Judgement]:
+    scores = [checked(each, "its score is") for each in answers]
+    if len(scores) != episodes:
+        raise JudgeFailed(f"it gave {len(scores)} scores for {episodes} episodes")
+    return scores
