@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,7 @@ def plan(
         typer.echo(json.dumps(as_json(planned) | {"refused": refused}, indent=2))
     else:
         console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-        for part in _shown(run, planned, file, origin):
+        for part in _shown(run, planned, _again(file, gpu, config, changes), origin):
             console.print(part, soft_wrap=isinstance(part, Text))
     if refused:
         give_up(f"spec.model.path: {refused}")
@@ -184,7 +185,15 @@ def as_json(planned: Plan) -> dict[str, Any]:
     }
 
 
-def _shown(run: AgenticRun, planned: Plan, file: Path, origin: str) -> Iterator[Table | Text]:
+def _again(file: Path, gpu: str | None, config: Path | None, changes: list[str] | None) -> str:
+    """Return the command that the user has typed, to which a suggestion adds its settings."""
+    words = ["agenticrun", "plan", "-f", str(file)]
+    words += ["--gpu", gpu] if gpu else []
+    words += ["--config", str(config)] if config else []
+    return shlex.join([*words, *(word for item in changes or () for word in ("--set", item))])
+
+
+def _shown(run: AgenticRun, planned: Plan, again: str, origin: str) -> Iterator[Table | Text]:
     """Return the parts of the output, from top to bottom."""
     from agenticrun_workers.sizing.memory import billions
 
@@ -215,7 +224,7 @@ def _shown(run: AgenticRun, planned: Plan, file: Path, origin: str) -> Iterator[
     if not planned.changes:
         yield Text("No change of such settings fits: take a smaller model or larger GPUs (--gpu).")
     for change in planned.changes:
-        yield Text(f"with {change.why}: agenticrun plan -f {file} {_settings(change)}")
+        yield Text(f"with {change.why}: {again} {_settings(change)}")
 
 
 def _settings(change: Change) -> str:
