@@ -30,4 +30,4 @@ def test_commands_are_completed() -> None:
         capture_output=True,
         text=True,
     )
-    assert set(found.stdout.split()) == {"check-env", "convert", "checkpoint"}
+    assert set(found.stdout.split()) == {"check-env", "check-model", "convert", "checkpoint"}

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from agenticrun_workers.cli import main
-from agenticrun_workers.cli.common import make_writable
+from agenticrun_workers.cli.common import check_writable
 
 COMMAND = [sys.executable, "-c", "from agenticrun_workers.cli import main; main()"]
 EXAMPLE = Path(__file__).parents[3] / "examples/frozen-lake.yaml"
@@ -31,10 +31,10 @@ def test_a_folder_below_a_file_is_refused(
 ) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(typer.Exit):
-        make_writable(tmp_path / "file/run")
+        check_writable(tmp_path / "file/run")
     assert capsys.readouterr().err.endswith("file/run cannot be made: Not a directory\n")
-    make_writable(tmp_path / "new/run")
-    assert list((tmp_path / "new/run").iterdir()) == []
+    check_writable(tmp_path / "new/run")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("known", [True, False])

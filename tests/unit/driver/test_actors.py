@@ -137,6 +137,7 @@ async def test_a_model_that_its_gpu_cannot_hold_is_refused_before_it_is_loaded(
 ) -> None:
     with pytest.raises(InvalidConfig, match=r"needs .* GiB .*AdamW 61\.0.* has 79\.6 GiB.*; with"):
         await check_fit(("NVIDIA H100 80GB HBM3", 81_559 * 2**20))
+    caplog.clear()
     caplog.set_level("INFO")
     lora = ("spec.pipeline.actorTrain", {"lora": {"rank": 16}})
     large = ("NVIDIA B200", 183_359 * 2**20)

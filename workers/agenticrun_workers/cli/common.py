@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -81,8 +82,12 @@ def give_up(message: str) -> NoReturn:
     raise typer.Exit(ExitCode.INVALID_CONFIG)
 
 
-def make_writable(folder: Path) -> None:
-    """Make an output folder; end the command with exit code 64 if nothing can be written there."""
+def check_writable(folder: Path) -> None:
+    """End the command with exit code 64 if an output folder cannot be made or written to.
+
+    Nothing is left of the folders made for it: a run that is refused leaves no folder.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -90,6 +95,10 @@ def make_writable(folder: Path) -> None:
     except OSError as error:
         done = "written to" if folder.is_dir() else "made"
         give_up(f"--output: {folder} cannot be {done}: {error.strerror}")
+    finally:
+        with suppress(OSError):  # another process uses them already
+            for path in made:
+                path.rmdir()
 
 
 def new_folder(parent: Path, now: datetime) -> Path:
@@ -98,11 +107,11 @@ def new_folder(parent: Path, now: datetime) -> Path:
     Example: 20261121-104500, or 20261121-104500-2 if that one exists.
     """
     name = now.strftime("%Y%m%d-%H%M%S")
-    make_writable(parent)
+    check_writable(parent)
     folder, others = parent / name, count(2)
     while True:
         try:
-            folder.mkdir()
+            folder.mkdir(parents=True)
         except FileExistsError:
             folder = parent / f"{name}-{next(others)}"
         else:

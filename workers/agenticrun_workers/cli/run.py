@@ -14,10 +14,10 @@ from agenticrun_api import AgenticRun, FinalReport, Outcome
 from agenticrun_workers.cli.common import (
     Changes,
     RunFile,
+    check_writable,
     give_up,
     load,
     look_in,
-    make_writable,
     new_folder,
     refuse,
 )
@@ -94,7 +94,7 @@ def train(
     from agenticrun_workers.driver.local import RayNotStarted, run_locally
     from agenticrun_workers.errors import InvalidConfig
 
-    make_writable(folder)
+    check_writable(folder)
     try:
         report = run_locally(
             run,

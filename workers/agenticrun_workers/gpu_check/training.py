@@ -318,7 +318,7 @@ def train(bench: Bench) -> None:
     trainer = small_trainer(config, bench.device)
     taken = bench.seconds(lambda: _step(trainer, samples), 2)
     tokens = sum(len(sample.tokens_T) for sample in samples)
-    bench.measure("training of a model like Qwen3-0.6B", tokens / taken, "tokens/s")
+    bench.measure("training of a model like Qwen3-0.6B", tokens / taken, "tokens per second")
     held = bench.allocated()
     begun = time.perf_counter()
     trainer.offload()
