@@ -41,8 +41,8 @@ class Shape:
     vocabulary: int = 1024
 
 
-SMALL = Shape(72, 320)
-"""96 million parameters. A layer is small against a rank's shard, as in a large model."""
+SMALL = Shape(72, 448)
+"""188 million parameters. A layer is small against a rank's shard, as in a large model."""
 LARGE = Shape(36, 1024, 4096)
 """2 GB in float32."""
 

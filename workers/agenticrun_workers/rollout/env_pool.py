@@ -599,7 +599,7 @@ class EnvPool(TrainingBackend):
         if not tags:
             return ""
         return (
-            f", {most} of them while they ran {_listed(tags)}. Probably "
+            f", {most} of them while they ran {_listed(tags)}: "
             f"{_likely_cause(death, _listed(tags))}. The last death"
         )
 
