@@ -1,9 +1,10 @@
 """Measure how evenly the trajectories of a step are spread over ranks and mini-batches.
 
-    python benchmarks/balance.py [--json FILE]
+    python benchmarks/balance.py [--quick] [--json FILE]
 
 Trajectories have log-normal lengths (median 1,000 tokens, sigma 0.5), in groups of 8. Figures are
-means over the mini-batches of ten steps; `<r>_<m>` stands for r ranks and m mini-batches:
+means over the mini-batches of ten steps (`--quick`: of one); `<r>_<m>` stands for r ranks and m
+mini-batches:
 
     balance_<r>_<m>         256 groups: tokens of the fullest rank / mean of the ranks
     balance_<r>_<m>_whole   the same if only the whole batch is balanced over the ranks
@@ -27,7 +28,7 @@ from agenticrun_workers.types import EpisodeKey, StopReason, Stream
 
 CASES = {(8, 4): 1.10, (32, 8): 1.15, (64, 8): 1.25}
 """Largest `balance` for ranks and mini-batches."""
-MEMBERS, STEPS = 8, 10
+MEMBERS = 8
 
 
 def make_groups(number: int, seed: int) -> tuple[Group, ...]:
@@ -57,7 +58,7 @@ def pipeline(groups: int, mini_batches: int) -> Pipeline:
     size = groups * MEMBERS
     return Pipeline.model_validate(
         {
-            "maxSteps": STEPS,
+            "maxSteps": 1,
             "rolloutBatchSize": size,
             "evalSteps": 0,
             "envs": [{"tag": "A", "type": "frozen_lake"}],
@@ -67,14 +68,14 @@ def pipeline(groups: int, mini_batches: int) -> Pipeline:
     )
 
 
-def measure_balance(groups: int, ranks: int, mini_batches: int) -> dict[str, float]:
+def measure_balance(groups: int, ranks: int, mini_batches: int, steps: int) -> dict[str, float]:
     """Return the fullest rank's tokens, against the best possible and the mean of the ranks.
 
     `whole` is against the mean, if the ranks' shares are even only over the whole batch.
     """
     config = pipeline(groups, mini_batches)
     ratios: dict[str, list[float]] = {"best": [], "mean": [], "whole": []}
-    for step in range(STEPS):
+    for step in range(steps):
         batch = make_groups(groups, step)
         results = [result for group in batch for result in group.results]
         tokens = {result.key: result.tokens for result in results}
@@ -98,14 +99,16 @@ def measure_balance(groups: int, ranks: int, mini_batches: int) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one step instead of ten")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
+    steps = 1 if arguments.quick else 10
     figures: dict[str, float] = {}
     failed = False
     for (ranks, mini_batches), limit in CASES.items():
         name = f"balance_{ranks}_{mini_batches}"
-        many = measure_balance(256, ranks, mini_batches)
-        few = measure_balance(64, ranks, mini_batches)
+        many = measure_balance(256, ranks, mini_batches, steps)
+        few = measure_balance(64, ranks, mini_batches, steps)
         figures |= {
             name: many["mean"],
             f"{name}_whole": many["whole"],

@@ -8,7 +8,7 @@ Runs the YAML's own run as a sequential loop in one process, without Ray or Kube
 Every part but the transport is the product's: environments, agent, engine, trainer, advantages,
 mini-batches and seeds. For each seed it plays the uniformly random valid policy, the policy after
 the warm-up, and the trained one (greedy) on the same validation levels, which training never sees.
-`--quick` trains one seed for a sixth of the steps: a smoke test, not a result.
+`--quick` trains one seed for 4 steps: a smoke test, not a result.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def main() -> None:
         "run", nargs="?", type=Path, default=EXAMPLE, help="an AgenticRun with model.initialize"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--quick", action="store_true", help="one seed, a sixth of the steps")
+    parser.add_argument("--quick", action="store_true", help="one seed, 4 steps")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
@@ -285,10 +285,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     run = load_run_with(arguments.run, arguments.set)
     if arguments.quick:
-        run = load_run_with(
-            arguments.run,
-            [*arguments.set, f"pipeline.maxSteps={max(1, run.spec.pipeline.max_steps // 6)}"],
-        )
+        short = ["pipeline.maxSteps=4", "pipeline.evalSteps=2", "pipeline.warmup.steps=4"]
+        run = load_run_with(arguments.run, [*arguments.set, *short])
     outcomes: list[Outcome] = []
     for seed in arguments.seeds[:1] if arguments.quick else arguments.seeds:
         with tempfile.TemporaryDirectory() as folder:
