@@ -397,7 +397,7 @@ async def test_the_environment_in_most_of_the_dead_workers_is_named() -> None:
         failures = {str(task.exception()) for task in playing if task.done() and task.exception()}
     await world.pool.stop()
     (failure,) = failures
-    assert "while they ran 'bad'." in failure
+    assert "while they ran 'bad':" in failure
 
 
 @pytest.mark.parametrize(

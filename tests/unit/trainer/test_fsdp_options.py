@@ -36,7 +36,8 @@ def samples(load: Load) -> list[Sample]:
 @pytest.fixture
 def _one_rank() -> Iterator[None]:
     """The process group that a rank makes which is alone is taken away again."""
-    assert not dist.is_initialized()
+    if dist.is_initialized():  # by a test of another file
+        dist.destroy_process_group()
     yield
     dist.destroy_process_group()
 

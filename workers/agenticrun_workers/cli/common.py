@@ -82,12 +82,14 @@ def give_up(message: str) -> NoReturn:
     raise typer.Exit(ExitCode.INVALID_CONFIG)
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, *, keep: bool = False) -> None:
     """End the command with exit code 64 if an output folder cannot be made or written to.
 
-    Nothing is left of the folders made for it: a run that is refused leaves no folder.
+    Args:
+        folder: the folder.
+        keep: True to leave the folders that were made for it; a run that is refused leaves none.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = [path for path in (folder, *folder.parents) if not keep and not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -107,11 +109,11 @@ def new_folder(parent: Path, now: datetime) -> Path:
     Example: 20261121-104500, or 20261121-104500-2 if that one exists.
     """
     name = now.strftime("%Y%m%d-%H%M%S")
-    check_writable(parent)
+    check_writable(parent, keep=True)
     folder, others = parent / name, count(2)
     while True:
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
         except FileExistsError:
             folder = parent / f"{name}-{next(others)}"
         else:
