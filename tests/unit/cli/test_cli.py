@@ -76,11 +76,11 @@ def test_all_errors_are_told_with_their_fields(tmp_path: Path) -> None:
             "type: frozen_lake, config: {sise: 4}",
             "spec.pipeline.envs[0].config: env 'frozen_lake' has no config key 'sise'",
         ),
-        ("type: 'mine:Env'", "ModuleNotFoundError: No module named 'not_installed'"),
+        ("type: 'needs_more:Env'", "ModuleNotFoundError: No module named 'not_installed'"),
     ],
 )
 def test_environments_are_opened(tmp_path: Path, change: str, expected: str) -> None:
-    (tmp_path / "mine.py").write_text("import not_installed\n")
+    (tmp_path / "needs_more.py").write_text("import not_installed\n")
     code, output = validate(tmp_path, GOOD.replace("type: frozen_lake, config: {size: 4}", change))
     assert code == ExitCode.INVALID_CONFIG
     assert expected in output
