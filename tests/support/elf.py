@@ -15,12 +15,12 @@ NEEDED, STRINGS, RPATH, RUNPATH = 1, 5, 15, 29
 
 @dataclass(frozen=True)
 class Needs:
-    """What the loader reads of a library before it loads it."""
+    """The entries of a library that the loader reads before it loads it."""
 
     libraries: tuple[str, ...]
     """Names of the libraries that it needs (NEEDED)."""
     folders: tuple[str, ...]
-    """Where it says that they are (RUNPATH or RPATH)."""
+    """Folders of these, from RUNPATH or RPATH."""
 
 
 def needs(path: Path) -> Needs:

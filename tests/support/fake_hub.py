@@ -15,7 +15,7 @@ TOKEN = "hf_writer"
 
 @dataclass
 class FakeHub:
-    """What the server holds, and what it answers."""
+    """Content and answers of the server."""
 
     url: str = ""
     private: dict[str, bool] = field(default_factory=dict)

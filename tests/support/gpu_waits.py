@@ -69,7 +69,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FakeGpu(TorchFunctionMode):
-    """What FakeTensorMode lacks: pinned memory, and lists of the values of a tensor."""
+    """Operations that FakeTensorMode lacks: pinned memory, and lists of the values of a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,4 +30,4 @@ READ_BY_KUBECTL: list[tuple[str, object]] = [
     ("!!float 12", 12),
     ("{y: 1, 2: 2, 007: 3, x: 4}", {"true": 1, "2": 2, "7": 3, "x": 4}),
 ]
-"""What `kubectl annotate --local -f FILE a=b -o json` printed (v1.32)."""
+"""Output of `kubectl annotate --local -f FILE a=b -o json` (v1.32)."""

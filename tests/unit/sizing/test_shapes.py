@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from agenticrun_workers.models.heads import decoder_of
 from agenticrun_workers.models.pretrained import make_without_data
 from agenticrun_workers.models.shape import fsdp_units, read_shape
-from agenticrun_workers.sizing.published import PUBLISHED
+from agenticrun_workers.sizing.published import PUBLISHED, published_config
 
 PARAMETERS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
@@ -25,12 +25,6 @@ PARAMETERS = {
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
 }
 """As their model cards say."""
-
-
-def config_of(name: str) -> PretrainedConfig:
-    fields = dict(PUBLISHED[name])
-    config: PretrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return config
 
 
 @contextmanager
@@ -50,14 +44,14 @@ def shard_all(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def test_every_published_shape_has_the_parameters_of_its_model() -> None:
-    assert {name: read_shape(config_of(name)).parameters for name in PUBLISHED} == PARAMETERS
+    assert {name: read_shape(published_config(name)).parameters for name in PUBLISHED} == PARAMETERS
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["first rank", "last rank"])
 @pytest.mark.parametrize("ranks", [8, 16])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_local_sizes_are_those_of_fully_shard(name: str, ranks: int, last: bool) -> None:
-    config = config_of(name)
+    config = published_config(name)
     rank = ranks - 1 if last else 0
     with rank_of(ranks, rank):
         model = make_without_data(config, trust_remote_code=False)
@@ -89,7 +83,7 @@ def test_rows_that_do_not_divide_evenly_are_those_of_fully_shard() -> None:
 
 
 def test_units_are_layers_embedding_output_layer_and_the_norm() -> None:
-    shape = read_shape(config_of("Qwen/Qwen3-8B"))
+    shape = read_shape(published_config("Qwen/Qwen3-8B"))
     embedding = 151_936 * 4096
     assert shape.units[0] == "model.layers.0"
     assert shape.units[-3:] == ("model.embed_tokens", "lm_head", "root")
@@ -99,14 +93,14 @@ def test_units_are_layers_embedding_output_layer_and_the_norm() -> None:
 
 
 def test_a_tied_embedding_is_in_the_root() -> None:
-    shape = read_shape(config_of("Qwen/Qwen2.5-0.5B-Instruct"))
+    shape = read_shape(published_config("Qwen/Qwen2.5-0.5B-Instruct"))
     assert (shape.embedding_unit, shape.head_units) == (0, 151_936 * 896 + 896)
     assert len(shape.units) == 24 + 1
     assert shape.multiplied == shape.parameters
 
 
 def test_a_token_uses_eight_of_the_128_experts() -> None:
-    shape = read_shape(config_of("Qwen/Qwen3-30B-A3B"))
+    shape = read_shape(published_config("Qwen/Qwen3-30B-A3B"))
     assert round(shape.active_parameters / 1e9, 2) == 3.35
     assert (shape.experts, shape.experts_used, shape.mlp) == (128, 8, 8 * 768)
 

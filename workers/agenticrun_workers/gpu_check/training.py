@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from agenticrun_workers.gpu_check.stages import Bench, relative_error
 from agenticrun_workers.models.shape import read_shape
 from agenticrun_workers.sizing.memory import Layout, model_memory, total
+from agenticrun_workers.sizing.published import published_config
 from agenticrun_workers.trainer import log_probs
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, ShardedModule, fsdp2_policy
@@ -186,31 +187,17 @@ class Shape:
     config: Callable[[], PretrainedConfig]
 
 
-def _qwen3_moe() -> PretrainedConfig:
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        max_position_embeddings=65_536,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
+def _published(name: str, ranks: int) -> Shape:
+    made = partial(
+        published_config, name, max_position_embeddings=65_536, attn_implementation="sdpa"
     )
+    return Shape(name.rpartition("/")[2], ranks, made)
 
 
 SHAPES = (
-    Shape("Qwen3-8B", 8, partial(qwen3, 4096, 36, 12_288, 32)),
-    Shape("Qwen3-32B", 16, partial(qwen3, 5120, 64, 25_600, 64)),
-    Shape("Qwen3-30B-A3B", 16, _qwen3_moe),
+    _published("Qwen/Qwen3-8B", 8),
+    _published("Qwen/Qwen3-32B", 16),
+    _published("Qwen/Qwen3-30B-A3B", 16),
 )
 
 

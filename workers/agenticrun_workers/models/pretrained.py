@@ -358,7 +358,7 @@ class ModelLoader:
     dtype: torch.dtype | None = None
     """Dtype of the parameters; default: the source's."""
     output_layer: bool = True
-    """See `load_model`."""
+    """True if the caller uses it. A critic does not, so its folder need not hold one."""
     adapt: Callable[[PreTrainedModel], object] | None = None
     """Puts adapters into the model, in place."""
 

@@ -6,7 +6,10 @@ Each entry is what the model's config.json says about sizes; it holds no weights
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def _qwen3(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
@@ -56,3 +59,12 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+
+
+def published_config(name: str, **more: Any) -> PretrainedConfig:
+    """Return the config of a published model, with more fields."""
+    from transformers import AutoConfig  # not at the top: the driver imports this package
+
+    fields = {**PUBLISHED[name], **more}
+    config: PretrainedConfig = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return config
