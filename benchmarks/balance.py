@@ -23,7 +23,8 @@ from record import write_record
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.driver.trainer_group import balance, plan_batch
-from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from agenticrun_workers.rollout.controller import Group
+from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream
 
 CASES = {(8, 4): 1.10, (32, 8): 1.15, (64, 8): 1.25}

@@ -36,8 +36,9 @@ from agenticrun_workers.models.initialize import make_model_files
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.source import ModelSource, ModelSources, TokenizerSource
 from agenticrun_workers.models.tokenizer import load_tokenizer
+from agenticrun_workers.rollout.controller import Group
 from agenticrun_workers.rollout.env_worker import build_agents, describe_envs
-from agenticrun_workers.rollout.groups import EpisodeResult, Group, tag_cycle
+from agenticrun_workers.rollout.groups import EpisodeResult, tag_cycle
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.trainer.batch import ScoredBatch
 from agenticrun_workers.trainer.policy_rank import TrainerActor

@@ -64,10 +64,13 @@ from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED
 from agenticrun_workers.inference.request_port import Address, RequestPort
 from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
-from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
+from agenticrun_workers.rollout.controller import (
+    RolloutController,
+    RolloutPosition,
+    StalenessGate,
+)
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
-from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, EpisodeTask, GroupPlan
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import pack
@@ -390,7 +393,7 @@ async def play(
     await pool.set_endpoints(handles, [Remote(store)])
     controller = RolloutController(
         pool,
-        StalenessGate.resumed(size, (1 + staleness) * GROUPS, max_age, 0),
+        StalenessGate(size, (1 + staleness) * GROUPS, max_age),
         GroupPlan.of(asked),
         discard=discard,
         position=RolloutPosition(),

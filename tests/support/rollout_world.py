@@ -13,10 +13,14 @@ from agenticrun_api import Pipeline
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.pool import EnginePool
 from agenticrun_workers.models.source import TokenizerSource
-from agenticrun_workers.rollout.controller import Batch, RolloutController, RolloutPosition
+from agenticrun_workers.rollout.controller import (
+    Batch,
+    RolloutController,
+    RolloutPosition,
+    StalenessGate,
+)
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
-from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.serialization import unpack
@@ -86,7 +90,7 @@ class World(ABC):
         """Make so many batches, each within `seconds`."""
         controller = RolloutController(
             self.env_pool,
-            StalenessGate.resumed(self._groups, 2 * self._groups, 1, 0),
+            StalenessGate(self._groups, 2 * self._groups, 1),
             GroupPlan.of(self._pipeline),
             discard=self._discard,
             position=RolloutPosition(),
@@ -128,7 +132,7 @@ class World(ABC):
         await self._store.discard([result.key for result in results])
 
     async def _check(self, batch: Batch) -> None:
-        self._trained += [group.group for group in batch.groups]
+        self._trained += [group.number for group in batch.groups]
         self._rerolled += batch.counts.rerolled
         for trajectory in unpack(await self._store.get([result.key for result in batch.results])):
             self.check(trajectory)

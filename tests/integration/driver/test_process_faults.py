@@ -189,7 +189,7 @@ async def test_faults_change_nothing_that_a_run_computes(
 
     async def noted(controller: RolloutController) -> Batch:
         made = await batch(controller)
-        served.extend(group.group for group in made.groups)
+        served.extend(group.number for group in made.groups)
         return made
 
     monkeypatch.setattr(RolloutController, "batch", noted)

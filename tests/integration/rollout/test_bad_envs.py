@@ -18,10 +18,13 @@ from agenticrun_workers.errors import RolloutFailed
 from agenticrun_workers.launch.ray_launcher import RayHandle
 from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
-from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
+from agenticrun_workers.rollout.controller import (
+    RolloutController,
+    RolloutPosition,
+    StalenessGate,
+)
 from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
-from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, GroupPlan
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.seeds import env_seed
@@ -233,7 +236,7 @@ async def test_a_thousand_failures_are_counted_and_told_in_one_line(
         with caplog.at_level(logging.WARNING):
             controller.advance(0, 0)
             batch = await asyncio.wait_for(controller.batch(), 120)
-    assert [group.group for group in batch.groups] == [0, 2, 3]
+    assert [group.number for group in batch.groups] == [0, 2, 3]
     assert len(batch.counts.untrainable) == 1000
     assert {result.stop_reason for result in batch.counts.untrainable} == {StopReason.ENV_ERROR}
     assert len({result.error for result in batch.counts.untrainable}) > 900

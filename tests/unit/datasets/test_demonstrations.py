@@ -16,7 +16,7 @@ from agenticrun_api.training import WarmupDataset
 from agenticrun_workers.agents import ChatFormat
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
-from agenticrun_workers.rollout.demonstrations import Demonstrations
+from agenticrun_workers.rollout.datasets import Demonstrations
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.trainer.samples import supervised_samples
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory

@@ -25,9 +25,8 @@ from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.trainer_group import Advantages
 from agenticrun_workers.errors import InvalidConfig, RolloutFailed, ScheduleEnded
 from agenticrun_workers.inference import EngineStats
-from agenticrun_workers.rollout.controller import RolloutController, RolloutPosition
-from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, Group, GroupPlan
+from agenticrun_workers.rollout.controller import Group, RolloutController, RolloutPosition
+from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask
 from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
 from agenticrun_workers.types import StopReason, Stream
 from agenticrun_workers.weights.sync import SyncReport
@@ -107,15 +106,8 @@ class Run:
         self.measured: Metrics = {"actor/pg_loss": 0.0}
         self.schedule_ended = False
         self.kl: float | None = None
-        gate = StalenessGate.resumed(
-            2, 2, self.pipeline.staleness.max, resume.step if resume else 0
-        )
-        self.rollout = RolloutController(
-            self.backend,
-            gate,
-            GroupPlan.of(self.pipeline),
-            discard=self.discard,
-            position=position_of(resume),
+        self.rollout = RolloutController.of(
+            self.pipeline, self.backend, discard=self.discard, position=position_of(resume)
         )
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.store = CheckpointStore(folder, "uid", keep=5)
@@ -655,7 +647,7 @@ async def test_a_stop_loses_no_group(staleness: int, tmp_path: Path) -> None:
     train_actor = run.train_actor
 
     async def train_while_others_play(version: int, *, update: bool) -> Metrics:
-        trained.update(group.group for group in run.scored)
+        trained.update(group.number for group in run.scored)
         await asyncio.sleep(0.05)
         if version == 2:
             run.requests.stop.set()

@@ -30,8 +30,7 @@ from agenticrun_workers.envs import EnvFault
 from agenticrun_workers.envs.calls import check_metric_names
 from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.reporting.display import success_rates, validation_result
-from agenticrun_workers.rollout.controller import Batch, RolloutCounts
-from agenticrun_workers.rollout.groups import Group
+from agenticrun_workers.rollout.controller import Batch, Group, RolloutCounts
 from agenticrun_workers.trainer import actor_loss, critic
 from agenticrun_workers.types import StopReason
 from agenticrun_workers.weights.sync import SyncReport

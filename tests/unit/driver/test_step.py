@@ -19,7 +19,8 @@ from agenticrun_workers.driver.step import (
     select_groups,
     update_kl,
 )
-from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from agenticrun_workers.rollout.controller import Group
+from agenticrun_workers.rollout.groups import EpisodeResult
 from rollout_fakes import result
 
 
@@ -62,8 +63,8 @@ def test_the_most_uncertain_groups_keep_their_order() -> None:
         Group(n, "A", (result(n, 0, score=0.0), result(n, 1, score=spread)))
         for n, spread in enumerate(spreads)
     )
-    assert [group.group for group in most_uncertain(groups, 2)] == [1, 3]
-    assert [group.group for group in most_uncertain(groups, 1)] == [1]
+    assert [group.number for group in most_uncertain(groups, 2)] == [1, 3]
+    assert [group.number for group in most_uncertain(groups, 1)] == [1]
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1.0, 8), (0.5, 4), (0.4, 3), (0.25, 2), (0.01, 1)])
@@ -72,7 +73,7 @@ def test_a_variance_filter_keeps_its_share_of_the_groups_and_at_least_one(
 ) -> None:
     groups = tuple(Group(n, "A", (result(n, 0), result(n, 1, score=n))) for n in range(8))
     config = pipeline(algorithm={"varianceFilter": {"keep": keep}})
-    assert [g.group for g in select_groups(config, groups)] == list(range(8 - kept, 8))
+    assert [g.number for g in select_groups(config, groups)] == list(range(8 - kept, 8))
 
 
 def test_the_controller_sees_the_mean_kl_per_response_token() -> None:

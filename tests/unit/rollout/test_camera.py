@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from agenticrun_workers.envs import FrozenLake
-from agenticrun_workers.rollout.camera import (
+from agenticrun_workers.rollout.rendering import (
     MAX_BYTES,
     MAX_FRAMES,
     MAX_SIDE,

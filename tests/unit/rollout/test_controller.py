@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from agenticrun_workers.rollout.controller import (
+    Group,
     RolloutController,
     RolloutPosition,
+    StalenessGate,
     TooManyDropped,
     TooManyRejected,
 )
-from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.group_run import GroupRun
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
     EpisodeTask,
@@ -68,7 +68,7 @@ class Run:
 
     async def batch(self) -> list[int]:
         batch = await asyncio.wait_for(self.controller.batch(), 60)
-        return [group.group for group in batch.groups]
+        return [group.number for group in batch.groups]
 
 
 def runs_of(backend: FakeBackend, group: int) -> list[tuple[int, int]]:
@@ -130,7 +130,7 @@ async def test_a_group_that_grows_too_old_is_stopped_and_runs_again_under_its_nu
     backend.held[0].set()
     run.advance(2)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
-    assert [group.group for group in batch.groups] == [0, 5]
+    assert [group.number for group in batch.groups] == [0, 5]
     assert all(2 - group.oldest_version <= 1 for group in batch.groups)
     assert (batch.counts.stale, len(batch.counts.stale_episodes)) == (1, 2)
     assert run.discarded == [], "nothing was stored of the stopped members"
@@ -203,7 +203,7 @@ async def test_a_member_that_ends_before_it_hears_that_it_is_too_old_is_discarde
     await settled()
     run.advance(2)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
-    assert 0 in [group.group for group in batch.groups]
+    assert 0 in [group.number for group in batch.groups]
     assert all(2 - group.oldest_version <= 1 for group in batch.groups)
     assert [(r.key.group, r.key.member, r.attempt) for r in run.discarded] == [(0, 0, 0), (0, 1, 0)]
     assert (batch.counts.stale, batch.counts.stale_episodes) == (1, run.discarded)
@@ -240,12 +240,12 @@ async def test_only_the_members_that_are_too_old_run_again() -> None:
         assert not {result.key.member for result in stale} & {*again}, "the keys are the same"
         dropped.extend((result.key.member, result.attempt) for result in stale)
 
-    finished = await GroupRun(0, GroupPlan(("A",), 3)).play(backend, lambda: backend.bounds, drop)
+    group = Group.of(GroupPlan(("A",), 3), 0)
+    await group.run(backend, backend.bounds, drop)
     assert sorted(runs_of(backend, 0)) == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
-    assert finished.group is not None
-    assert [r.oldest_version for r in finished.group.results] == [2, 1, 2]
+    assert [r.oldest_version for r in group.results] == [2, 1, 2]
     assert dropped == [(0, 0), (2, 0)]
-    assert (finished.rerolled, finished.untrainable) == (0, [])
+    assert (group.rerolled, group.untrainable) == (0, [])
 
 
 @pytest.mark.parametrize("reason", [StopReason.STALE, StopReason.ENV_ERROR])
@@ -259,20 +259,19 @@ async def test_a_member_starts_again_at_once_while_the_others_still_run(reason: 
             return await super().run(task)
 
     backend = Uneven([(reason, 0), (reason, 0), (GOOD, 0)], [(GOOD, 0)])
-    run = GroupRun(0, GroupPlan(("A",), 2))
+    group = Group.of(GroupPlan(("A",), 2), 0)
 
     async def drop(stale: list[EpisodeResult]) -> None: ...
 
-    playing = asyncio.create_task(run.play(backend, VersionBounds, drop))
+    running = asyncio.create_task(group.run(backend, VersionBounds(), drop))
     await settled()
-    assert [result.key.member for result in run.kept] == [0]
+    assert [result.key.member for result in group.kept] == [0]
     slow.set()
-    finished = await playing
-    assert [(r.key.member, r.attempt) for r in finished.untrainable] == [
+    await running
+    assert [(r.key.member, r.attempt) for r in group.untrainable] == [
         (0, attempt) for attempt in range(2) if reason is StopReason.ENV_ERROR
     ]
-    assert finished.group is not None
-    assert [r.attempt for r in finished.group.results] == [2, 0]
+    assert [r.attempt for r in group.results] == [2, 0]
 
 
 async def test_a_finished_member_that_grows_too_old_starts_again_while_the_others_still_run() -> (
@@ -290,17 +289,16 @@ async def test_a_finished_member_that_grows_too_old_starts_again_while_the_other
     async def drop(stale: list[EpisodeResult]) -> None:
         discarded.extend(result.key.member for result in stale)
 
-    run = GroupRun(0, GroupPlan(("A",), 2))
-    bounds = VersionBounds()
-    playing = asyncio.create_task(run.play(backend, lambda: bounds, drop))
+    group = Group.of(GroupPlan(("A",), 2), 0)
+    running = asyncio.create_task(group.run(backend, VersionBounds(), drop))
     await settled()
-    bounds, backend.version = VersionBounds(oldest=1, newest=1), 1
-    run.bounds_changed()
+    backend.version = 1
+    group.set_bounds(VersionBounds(oldest=1, newest=1))
     await settled()
     assert discarded == [0]
-    assert [(r.key.member, r.attempt, r.oldest_version) for r in run.kept] == [(0, 1, 1)]
-    assert run.requeued
-    playing.cancel()
+    assert [(r.key.member, r.attempt, r.oldest_version) for r in group.kept] == [(0, 1, 1)]
+    assert group.requeued
+    running.cancel()
 
 
 async def test_the_seed_of_a_member_does_not_depend_on_the_others() -> None:
@@ -310,9 +308,9 @@ async def test_the_seed_of_a_member_does_not_depend_on_the_others() -> None:
 
     async def drop(stale: list[EpisodeResult]) -> None: ...
 
-    finished = await GroupRun(0, GroupPlan(("A",), 3)).play(backend, VersionBounds, drop)
-    assert finished.group is not None
-    assert [r.attempt for r in finished.group.results] == [2, 1, 0]
+    group = Group.of(GroupPlan(("A",), 3), 0)
+    await group.run(backend, VersionBounds(), drop)
+    assert [r.attempt for r in group.results] == [2, 1, 0]
 
 
 async def test_an_error_of_the_backend_leaves_no_episode_running() -> None:
@@ -330,18 +328,17 @@ async def test_an_error_of_the_backend_leaves_no_episode_running() -> None:
                 ended.append(task.key.member)
 
     with pytest.raises(RuntimeError, match="no backend left"):
-        await GroupRun(0, GroupPlan(("A",), 3)).play(Broken(), VersionBounds, no_drop)
+        await Group.of(GroupPlan(("A",), 3), 0).run(Broken(), VersionBounds(), no_drop)
     assert sorted(ended) == [0, 1, 2]
 
 
 async def test_an_episode_that_nobody_needed_to_stop_and_yet_was_aborted_uses_up_a_reroll() -> None:
     """Else an engine that aborts everything would keep a run busy forever."""
     backend = Scripted([(GOOD, 0)], [(StopReason.ABORTED, 0)] * 3)
-    finished = await GroupRun(0, GroupPlan(("A",), 2, max_rerolls=2)).play(
-        backend, VersionBounds, no_drop
-    )
+    group = Group.of(GroupPlan(("A",), 2, max_rerolls=2), 0)
+    await group.run(backend, VersionBounds(), no_drop)
     assert sorted(runs_of(backend, 0)) == [(0, 0), (1, 0), (1, 1), (1, 2)]
-    assert (finished.group, finished.rerolled, len(finished.untrainable)) == (None, 2, 3)
+    assert (group.results, group.rerolled, len(group.untrainable)) == ((), 2, 3)
 
 
 async def test_growing_too_old_uses_up_no_reroll() -> None:
@@ -350,12 +347,11 @@ async def test_growing_too_old_uses_up_no_reroll() -> None:
 
     async def drop(stale: list[EpisodeResult]) -> None: ...
 
-    run = GroupRun(0, GroupPlan(("A",), 3, max_rerolls=1))
-    finished = await run.play(backend, VersionBounds, drop)
+    group = Group.of(GroupPlan(("A",), 3, max_rerolls=1), 0)
+    await group.run(backend, VersionBounds(), drop)
     assert sorted(runs_of(backend, 0)) == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
-    assert finished.rerolled == 1
-    assert finished.group is not None
-    assert [r.key.member for r in finished.group.results] == [0, 2]
+    assert group.rerolled == 1
+    assert [r.key.member for r in group.results] == [0, 2]
 
 
 @pytest.mark.parametrize(("frequency", "staleness"), [(2, 1), (3, 2), (3, 4), (2, 1.5)])
@@ -368,7 +364,7 @@ async def test_engines_that_lag_behind_cost_no_group(frequency: int, staleness: 
         batch = await asyncio.wait_for(run.controller.batch(), 60)
         assert batch.counts.stale == 0
         assert all(version - g.oldest_version <= math.ceil(staleness) for g in batch.groups)
-        served += [group.group for group in batch.groups]
+        served += [group.number for group in batch.groups]
     assert served == list(range(48)), "no group number is lost"
 
 
@@ -440,15 +436,14 @@ async def test_a_redundant_member_that_grows_too_old_is_not_run_again(slow: int)
     script = [[(GOOD, 1)], [(GOOD, 1)], [(GOOD, 1)]]
     script[slow] = [(StopReason.STALE, 0)]
     backend = Scripted(*script)
-    run = GroupRun(0, GroupPlan(("A",), 2, redundancy=1))
-    finished = await run.play(backend, lambda: VersionBounds(oldest=1, newest=1), no_drop)
-    assert not run.requeued, "batches have nothing to wait for"
-    assert finished.group is not None
-    assert [r.key.member for r in finished.group.results] == [m for m in range(3) if m != slow]
-    kept = finished.group.results[0].response_tokens
-    stopped = finished.aborted_tokens
+    group = Group.of(GroupPlan(("A",), 2, redundancy=1), 0)
+    await group.run(backend, VersionBounds(oldest=1, newest=1), no_drop)
+    assert not group.requeued, "batches have nothing to wait for"
+    assert [r.key.member for r in group.results] == [m for m in range(3) if m != slow]
+    kept = group.results[0].response_tokens
+    stopped = group.aborted_tokens
     assert stopped > 0
-    assert finished.group.length_bias == kept - (2 * kept + stopped) / 3
+    assert group.length_bias == kept - (2 * kept + stopped) / 3
 
 
 async def test_redundant_members_stand_in_for_failed_ones_and_unneeded_ones_are_discarded() -> None:
@@ -499,7 +494,7 @@ async def test_groups_that_the_filter_refuses_are_replaced_and_counted() -> None
     run = Run(FakeBackend(scores=scores), filter=GroupFilter("zero_variance", zero_variance, 8))
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
-    assert [group.group for group in batch.groups] == [1, 3]
+    assert [group.number for group in batch.groups] == [1, 3]
     assert batch.counts.filtered == 2
     assert {r.key.group for r in run.discarded} == {0, 2}
     assert run.controller.position == RolloutPosition(next_group=4)
@@ -541,7 +536,7 @@ async def test_fractional_staleness_begins_a_part_of_the_next_batch_ahead_and_wa
     for version in range(3):
         run.advance(version)
         batch = await asyncio.wait_for(run.controller.batch(), 60)
-        served += [group.group for group in batch.groups]
+        served += [group.number for group in batch.groups]
         assert batch.counts.stale == 0
         assert all(version - group.oldest_version <= math.ceil(staleness) for group in batch.groups)
         await settled()
@@ -610,7 +605,7 @@ async def test_a_group_with_one_good_member_is_dropped_and_another_begins() -> N
     run = Run(FakeBackend(group_zero_fails), group_size=3)
     run.advance(0)
     batch = await asyncio.wait_for(run.controller.batch(), 60)
-    assert [group.group for group in batch.groups] == [1, 2]
+    assert [group.number for group in batch.groups] == [1, 2]
     assert batch.counts.dropped == 1
     assert [(r.key.group, r.key.member) for r in run.discarded] == [(0, 0)]
 

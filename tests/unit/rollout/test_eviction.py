@@ -10,13 +10,14 @@ import pytest
 
 from agenticrun_workers.rollout.controller import (
     MAX_DROPPED_SHARE,
+    MAX_FAILED,
     Batch,
+    EnvBreaker,
     RolloutController,
     RolloutPosition,
+    StalenessGate,
     TooManyDropped,
 )
-from agenticrun_workers.rollout.eviction import MAX_FAILED, EnvBreaker
-from agenticrun_workers.rollout.gate import StalenessGate
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, GroupPlan
 from agenticrun_workers.types import StopReason
 from rollout_fakes import FakeBackend, result
@@ -58,7 +59,7 @@ def test_one_group_of_a_step_tries_again_and_brings_it_back(
     assert breaker.evicted == {"B": "timeout: slow"}
     breaker.next_step()
     assert not breaker.leaves_out("B")
-    with caplog.at_level(logging.WARNING, "agenticrun_workers.rollout.eviction"):
+    with caplog.at_level(logging.WARNING, EnvBreaker.__module__):
         breaker.succeeded("B")
     assert "'B' works again" in caplog.text
     assert not breaker.evicted

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agenticrun_workers.rollout.gate import StalenessGate
+from agenticrun_workers.rollout.controller import (
+    RolloutController,
+    RolloutPosition,
+    StalenessGate,
+)
+from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan
+from rollout_fakes import FakeBackend
 
 
 class GateMachine(RuleBasedStateMachine):
@@ -27,30 +34,37 @@ class GateMachine(RuleBasedStateMachine):
         self.gate = StalenessGate(size, concurrent, staleness)
         self.frequency = min(frequency, math.floor(staleness) + 1)
         """Steps between weight syncs; the API refuses more than staleness + 1."""
+        self.version = self.engine_version = 0
         self.running: list[int] = []
+        """Engine version at the start of each group."""
         self.ready: list[int] = []
 
-    @precondition(lambda self: self.gate.capacity > 0)
+    @property
+    def accepted(self) -> int:
+        return self.version * self.gate.groups_per_batch + len(self.ready)
+
+    @property
+    def capacity(self) -> int:
+        return self.gate.capacity(
+            self.engine_version, running=len(self.running), accepted=self.accepted
+        )
+
+    @precondition(lambda self: self.capacity > 0)
     @rule()
     def begin(self) -> None:
-        self.gate.begin()
-        self.running.append(self.gate.engine_version)
+        self.running.append(self.engine_version)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), good=st.booleans())
     def end(self, data: st.DataObject, good: bool) -> None:
         version = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         if good:
-            self.gate.accept()
             self.ready.append(version)
-        else:
-            self.gate.cancel()
 
     @precondition(lambda self: self.ready)
     @rule()
     def reject(self) -> None:
         self.ready.pop(0)
-        self.gate.reject()
 
     @precondition(lambda self: len(self.ready) >= self.gate.groups_per_batch)
     @rule()
@@ -58,22 +72,20 @@ class GateMachine(RuleBasedStateMachine):
         batch = self.ready[: self.gate.groups_per_batch]
         self.ready = self.ready[self.gate.groups_per_batch :]
         if batch == sorted(batch):  # none has overtaken another
-            oldest = self.gate.version - min(batch)
+            oldest = self.version - min(batch)
             assert oldest <= math.ceil(self.gate.max_staleness)
-        self.gate.version += 1
-        if self.gate.version % self.frequency == 0:
-            self.gate.engine_version = self.gate.version
+        self.version += 1
+        if self.version % self.frequency == 0:
+            self.engine_version = self.version
 
     @invariant()
     def never_more_than_allowed(self) -> None:
         if not hasattr(self, "gate"):
             return
-        gate = self.gate
-        assert gate.running == len(self.running) <= gate.max_concurrent
-        assert gate.accepted == gate.version * gate.groups_per_batch + len(self.ready)
-        begun = gate.accepted + gate.running
-        lead = gate.max_staleness + gate.engine_version + 1
-        assert begun <= math.floor(lead * gate.groups_per_batch)
+        assert len(self.running) <= self.gate.max_concurrent
+        lead = self.gate.max_staleness + self.engine_version + 1
+        begun = self.accepted + len(self.running)
+        assert begun <= math.floor(lead * self.gate.groups_per_batch)
 
     @invariant()
     def never_stuck(self) -> None:
@@ -83,7 +95,7 @@ class GateMachine(RuleBasedStateMachine):
             and not self.running
             and len(self.ready) < self.gate.groups_per_batch
         ):
-            assert self.gate.capacity > 0
+            assert self.capacity > 0
 
 
 TestGate = GateMachine.TestCase
@@ -91,28 +103,33 @@ TestGate = GateMachine.TestCase
 
 def test_without_staleness_exactly_one_batch_may_begin_per_version() -> None:
     gate = StalenessGate(groups_per_batch=4, max_concurrent=100, max_staleness=0)
-    assert gate.capacity == 4
-    for _ in range(4):
-        gate.begin()
-        gate.accept()
-    assert gate.capacity == 0
-    gate.version = gate.engine_version = 1
-    assert gate.capacity == 4
+    assert gate.capacity(0, running=0, accepted=0) == 4
+    assert gate.capacity(0, running=3, accepted=1) == 0
+    assert gate.capacity(0, running=0, accepted=4) == 0
+    assert gate.capacity(1, running=0, accepted=4) == 4
 
 
 @pytest.mark.parametrize(("staleness", "capacity"), [(0, 4), (0.5, 6), (1, 8), (2, 12)])
 def test_staleness_lets_whole_batches_or_parts_of_one_begin_ahead(
     staleness: float, capacity: int
 ) -> None:
-    assert StalenessGate(4, 100, staleness).capacity == capacity
+    assert StalenessGate(4, 100, staleness).capacity(0, running=0, accepted=0) == capacity
 
 
-def test_a_resumed_gate_is_that_of_a_run_that_never_stopped() -> None:
-    gate = StalenessGate(4, 100, 1)
-    for version in range(3):
-        gate.version = gate.engine_version = version
-        for _ in range(4):
-            gate.begin()
-            gate.accept()
-    gate.version = gate.engine_version = 3
-    assert StalenessGate.resumed(4, 100, 1, 3) == gate
+async def test_as_many_groups_begin_after_a_resume_as_in_a_run_that_never_stopped() -> None:
+    backend = FakeBackend()
+
+    async def discard(results: list[EpisodeResult]) -> None: ...
+
+    def controller(position: RolloutPosition) -> RolloutController:
+        gate, plan = StalenessGate(4, 100, 1.5), GroupPlan(("A",), 2)
+        return RolloutController(backend, gate, plan, discard=discard, position=position)
+
+    steady, resumed = controller(RolloutPosition()), controller(RolloutPosition(next_group=12))
+    for backend.version in range(3):
+        steady.advance(backend.version, backend.version)
+        await asyncio.wait_for(steady.batch(), 60)
+    for each in (steady, resumed):
+        each.advance(3, 3)
+        await each.stop()
+    assert steady.position.next_group == resumed.position.next_group == 4 * (3 + 2.5)

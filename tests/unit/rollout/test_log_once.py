@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agenticrun_workers.rollout.log_once import MAX_KINDS, LogOnce
+from agenticrun_workers.log_once import MAX_KINDS, LogOnce
 
 CELL = "episodes of 'lake4' end with env_error: KeyError: cell {} is none of 16 (maze.py:31)"
 

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agenticrun_workers.pod_memory import PodMemory
-from agenticrun_workers.rollout.places import FULL_SHARE, LOOK_EPISODES, WAIT_SECONDS, EpisodePlaces
+from agenticrun_workers.rollout.env_worker import (
+    FULL_SHARE,
+    LOOK_EPISODES,
+    WAIT_SECONDS,
+    EpisodePlaces,
+)
 from virtual_clock import on_virtual_clock
 
 LIMIT = 1000

@@ -11,8 +11,13 @@ import pytest
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.errors import InvalidConfig, RolloutFailed
-from agenticrun_workers.rollout.controller import Batch, RolloutCounts, RolloutPosition
-from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from agenticrun_workers.rollout.controller import (
+    Batch,
+    Group,
+    RolloutCounts,
+    RolloutPosition,
+)
+from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.recording import (
     Recording,
     RecordingRollout,

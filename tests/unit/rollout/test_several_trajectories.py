@@ -23,9 +23,9 @@ from agenticrun_workers.driver.step import credit_turns
 from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
+from agenticrun_workers.rollout.controller import Group
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
-from agenticrun_workers.rollout.group_run import FinishedGroup, GroupRun
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
     EpisodeTask,
@@ -73,13 +73,14 @@ class Branching:
 
 def played(
     scores: Scores, *broken: tuple[int, int], size: int | None = None
-) -> tuple[FinishedGroup, Branching]:
+) -> tuple[Group, Branching]:
     async def nothing_is_stale(stale: list[EpisodeResult]) -> None:
         raise AssertionError(stale)
 
     backend = Branching(scores, frozenset(broken))
-    run = GroupRun(7, GroupPlan(("A",), size or len(scores)))
-    return asyncio.run(run.play(backend, VersionBounds, nothing_is_stale)), backend
+    group = Group.of(GroupPlan(("A",), size or len(scores)), 7)
+    asyncio.run(group.run(backend, VersionBounds(), nothing_is_stale))
+    return group, backend
 
 
 def pipeline(name: str, agent: str = "multi_turn") -> Pipeline:
@@ -119,8 +120,7 @@ def advantages(name: str, scores_N: np.ndarray) -> np.ndarray:
     )
 )
 def test_the_baseline_of_a_group_is_over_all_of_its_trajectories(name: str, scores: Scores) -> None:
-    group = played(scores)[0].group
-    assert group is not None
+    group, _ = played(scores)
     assert group.scores == [score for member in scores for score in member]
     credits = credit_turns(pipeline(name), list(group.results), None, 0.0)
     expected = advantages(name, np.array(group.scores))
@@ -135,8 +135,7 @@ def test_the_baseline_of_a_group_is_over_all_of_its_trajectories(name: str, scor
 
 def test_a_broken_trajectory_is_left_out_and_its_episode_is_not_played_again() -> None:
     found, backend = played([[1.0, 2.0, 3.0], [4.0]], (0, 0))
-    assert found.group is not None
-    assert [(r.key.member, r.key.branch) for r in found.group.results] == [(0, 1), (0, 2), (1, 0)]
+    assert [(r.key.member, r.key.branch) for r in found.results] == [(0, 1), (0, 2), (1, 0)]
     assert [(r.key.member, r.key.branch) for r in found.untrainable] == [(0, 0)]
     assert (found.rerolled, len(backend.tasks)) == (0, 2)
 
@@ -144,15 +143,14 @@ def test_a_broken_trajectory_is_left_out_and_its_episode_is_not_played_again() -
 def test_an_episode_whose_trajectories_are_all_broken_is_played_again() -> None:
     found, backend = played([[1.0, 2.0], [4.0]], (0, 0), (0, 1))
     assert [task.key.member for task in backend.tasks] == [0, 1, 0, 0]
-    assert found.group is None
+    assert not found.results
     assert len(found.untrainable) == 6
     assert [r.score for r in found.surplus] == [4.0]
 
 
 def test_what_an_environment_measures_is_counted_once_per_episode() -> None:
     """Member 0 solved it in one trajectory, member 1 failed in three."""
-    group = played([[1.0], [0.0, 0.0, 0.0]])[0].group
-    assert group is not None
+    group, _ = played([[1.0], [0.0, 0.0, 0.0]])
     metrics = validation_metrics(list(group.results))
     assert [metrics["val/A/success"], metrics["val/A/score"]] == pytest.approx([0.5, 0.5])
     summary = summarize(group.results, [1, 2])["A"]

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agenticrun_workers.launch.liveness import NoAnswer
-from agenticrun_workers.rollout import spill_file
-from agenticrun_workers.rollout.spill_file import Block, DamagedBlock, HungDisk, SpillFile
+from agenticrun_workers.rollout import trajectory_store
+from agenticrun_workers.rollout.trajectory_store import Block, DamagedBlock, HungDisk, SpillFile
 from waiting import eventually_in_loop
 
 FULL = Path("/dev/full")
@@ -73,7 +73,7 @@ def test_blocks_are_read_as_they_were_written_whatever_was_freed_in_between(
         assert file.segments <= 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spill_file, "SEGMENT_BYTES", segment)
+        patch.setattr(trajectory_store, "SEGMENT_BYTES", segment)
         asyncio.run(play())
     assert (list(folder.iterdir()), open_files(folder)) == ([], 0)
 
@@ -104,7 +104,9 @@ async def test_a_full_disk_is_an_error_and_keeps_no_file(
     good = await file.write(b"before")
     full = os.open(FULL, os.O_WRONLY)
     with monkeypatch.context() as patch:
-        patch.setattr(spill_file, "_write", lambda _, data, offset: os.pwrite(full, data, offset))
+        patch.setattr(
+            trajectory_store, "_write_at", lambda _, data, offset: os.pwrite(full, data, offset)
+        )
         with pytest.raises(OSError, match="No space left"):
             await file.write(b"never")
     os.close(full)
@@ -126,7 +128,7 @@ async def test_a_write_whose_caller_is_cancelled_keeps_its_file_open_until_it_en
         goes_on.wait(60)
         open_then.append(os.pwrite(descriptor, data, offset))
 
-    monkeypatch.setattr(spill_file, "_write", slow_write)
+    monkeypatch.setattr(trajectory_store, "_write_at", slow_write)
     file = SpillFile(tmp_path)
     writing = asyncio.create_task(file.write(b"tokens"))
     await begun.wait()
@@ -175,11 +177,11 @@ async def test_a_disk_that_hangs_is_not_waited_for_and_works_again_when_it_answe
         raise NoAnswer
 
     with monkeypatch.context() as patch:
-        patch.setattr(spill_file, "_write", hangs)
-        patch.setattr(spill_file, "answered", never)
+        patch.setattr(trajectory_store, "_write_at", hangs)
+        patch.setattr(trajectory_store, "answered", never)
         with pytest.raises(HungDisk, match="the disk has not answered for 60 s"):
             await file.write(b"never")
-        patch.setattr(spill_file, "_read", hangs)
+        patch.setattr(trajectory_store, "_read_at", hangs)
         with pytest.raises(HungDisk):
             await file.read(old)
     with pytest.raises(HungDisk):

@@ -12,8 +12,12 @@ from collections import Counter
 
 import pytest
 
-from agenticrun_workers.rollout.controller import Batch, RolloutController, RolloutPosition
-from agenticrun_workers.rollout.gate import StalenessGate
+from agenticrun_workers.rollout.controller import (
+    Batch,
+    RolloutController,
+    RolloutPosition,
+    StalenessGate,
+)
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, GroupPlan, VersionBounds
 from agenticrun_workers.types import EpisodeKey, StopReason
 from rollout_fakes import result
@@ -66,7 +70,7 @@ class World:
             self.ages += [
                 version - sampled for sampled in self.tokens[episode.key, episode.attempt]
             ]
-        self.numbers += [group.group for group in batch.groups]
+        self.numbers += [group.number for group in batch.groups]
         self.stale += batch.counts.stale
 
     async def discard(self, results: list[EpisodeResult]) -> None:
@@ -146,7 +150,7 @@ async def train(
         world.stored.clear()
         controller = RolloutController(
             Backend(world),
-            StalenessGate.resumed(size, concurrent, staleness, begin),
+            StalenessGate(size, concurrent, staleness),
             GroupPlan(("A",), 2, redundancy, max_rerolls=20),
             discard=world.discard,
             position=position,

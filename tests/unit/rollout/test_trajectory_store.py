@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agenticrun_workers.pod_memory import PodMemory
-from agenticrun_workers.rollout import spill_file, trajectory_store
+from agenticrun_workers.rollout import trajectory_store
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore, memory_of
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
@@ -120,7 +120,7 @@ async def test_what_comes_while_memory_is_full_is_spilled_counted_and_said_once(
     ("error", "words"),
     [
         (OSError(28, "No space left on device"), "No space left on device"),
-        (spill_file._hung(), "the disk has not answered for 60 s"),
+        (trajectory_store._hung(), "the disk has not answered for 60 s"),
     ],
     ids=["full", "hangs"],
 )
@@ -134,7 +134,7 @@ async def test_without_a_disk_trajectories_stay_in_memory_and_that_is_said_and_c
     def no_space(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(spill_file, "_write", no_space)
+    monkeypatch.setattr(trajectory_store, "_write_at", no_space)
     store = TrajectoryStore(0, tmp_path)
     for member in range(3):
         await store.put(pack([trajectory(member)]))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.agents import ChatFormat
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
-from agenticrun_workers.rollout.episode_runner import MAX_CHARACTERS, MAX_PART, transcript
+from agenticrun_workers.rollout.rendering import MAX_CHARACTERS, MAX_PART, transcript
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 
 CHAT = ChatFormat(build_task_tokenizer(["a", "b"], 100))

@@ -26,10 +26,10 @@ from agenticrun_workers.envs.calls import CLOSE_SECONDS, checked_step
 from agenticrun_workers.models.devices import claim_device
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.models.tokenizer import load_tokenizer
-from agenticrun_workers.rollout.camera import FrameRecorder, animated_gif
 from agenticrun_workers.rollout.datasets import EpisodeItems
 from agenticrun_workers.rollout.env_worker import agent_limits
 from agenticrun_workers.rollout.groups import tag_cycle
+from agenticrun_workers.rollout.rendering import FrameRecorder, animated_gif
 from agenticrun_workers.seeds import env_seed, sampling_seed
 from agenticrun_workers.types import (
     EpisodeKey,

@@ -12,7 +12,7 @@ from agenticrun_api import Activity, AgenticRun, FinalReport, InvalidRun, Outcom
 from agenticrun_api.base import clean_text
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.driver.actors import RunActors
-from agenticrun_workers.driver.checkpoints import CheckpointNotSaved, CheckpointStore, DriverState
+from agenticrun_workers.driver.checkpoints import CheckpointNotSaved, CheckpointStore
 from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
 from agenticrun_workers.driver.loop import Loop, LoopParts, checkpoint_status, position_of
@@ -29,8 +29,6 @@ from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 from agenticrun_workers.reporting.run_folder import record_attempt
 from agenticrun_workers.reporting.trackers import build_trackers, custom_tracker
 from agenticrun_workers.rollout.controller import RolloutController
-from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.groups import GroupPlan
 from agenticrun_workers.rollout.recording import record_or_replay
 from agenticrun_workers.tracing import EPISODES_RUNNING
 from agenticrun_workers.trainer.own_functions import check_own_functions
@@ -129,10 +127,14 @@ class AttemptRunner:
             if restored:
                 progress.resumed(restored[1].step, checkpoint_status(restored[0]))
             samples = SampleWriter(self.output, spec.tracking, spec.pipeline)
-            shown = GroupPlan.of(
-                spec.pipeline, transcripts=spec.tracking.sample_logs, frames=samples.frames
+            controller = RolloutController.of(
+                spec.pipeline,
+                actors.envs,
+                discard=actors.discard,
+                position=position_of(state),
+                transcripts=spec.tracking.sample_logs,
+                frames=samples.frames,
             )
-            controller = _controller(self.run, actors, shown, state)
             rollout = await record_or_replay(
                 spec.pipeline, controller, actors.stores, state.step if state else 0
             )
@@ -210,21 +212,6 @@ async def fail_early(sink: ProgressSink, attempt: AttemptId, error: Exception) -
     report = report_of(error, 0)
     await ProgressReporter(sink, attempt, 0).finish(report)
     return report
-
-
-def _controller(
-    run: AgenticRun, actors: RunActors, plan: GroupPlan, state: DriverState | None
-) -> RolloutController:
-    pipeline = run.spec.pipeline
-    gate = StalenessGate.resumed(
-        pipeline.groups_per_batch,
-        pipeline.train_envs.groups,
-        pipeline.staleness.max,
-        state.step if state else 0,
-    )
-    return RolloutController(
-        actors.envs, gate, plan, discard=actors.discard, position=position_of(state)
-    )
 
 
 def report_of(error: BaseException, step: int) -> FinalReport:

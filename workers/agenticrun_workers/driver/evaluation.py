@@ -18,16 +18,16 @@ from agenticrun_workers.driver.metrics import SUCCESS_OF_TAG, Metrics, validatio
 from agenticrun_workers.driver.progress import Requests
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import Launcher
+from agenticrun_workers.log_once import LogOnce
 from agenticrun_workers.models.source import ModelSource
-from agenticrun_workers.rollout.env_pool import RolloutBackend
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
     EpisodeTask,
+    RolloutBackend,
     every_trajectory,
     failures,
     tag_cycle,
 )
-from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.types import EpisodeKey, Stream
 
 log = logging.getLogger(__name__)

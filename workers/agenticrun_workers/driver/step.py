@@ -34,7 +34,8 @@ from agenticrun_workers.algorithms.normalization import Moments
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.driver.metrics import Metrics, Stopwatch, gap_metrics
 from agenticrun_workers.driver.trainer_group import Advantages
-from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from agenticrun_workers.rollout.controller import Group
+from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
 from agenticrun_workers.trainer.own_functions import own_estimator
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey

@@ -15,7 +15,8 @@ from agenticrun_api import Pipeline
 from agenticrun_workers.driver.checkpoints import LoadModule, SaveModule
 from agenticrun_workers.errors import ScheduleEnded
 from agenticrun_workers.launch import ActorHandle, Launcher, Result
-from agenticrun_workers.rollout.groups import EpisodeResult, Group
+from agenticrun_workers.rollout.controller import Group
+from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.trainer.batch import (

@@ -13,16 +13,16 @@ from collections.abc import AsyncGenerator
 from agenticrun_api import Pipeline
 from agenticrun_workers.driver.trainer_group import TrainerGroup, balance
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.log_once import LogOnce
 from agenticrun_workers.rollout.controller import Discard
-from agenticrun_workers.rollout.env_pool import RolloutBackend
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
     EpisodeTask,
+    RolloutBackend,
     every_trajectory,
     failures,
     tag_cycle,
 )
-from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.trainer.rank import Metrics
 from agenticrun_workers.types import EpisodeKey, Stream
 

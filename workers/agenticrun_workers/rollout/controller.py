@@ -1,10 +1,19 @@
-"""RolloutController: starts groups and assembles training batches. Runs in the driver.
+"""Which groups run, and what becomes of each: one state machine. Runs in the driver.
+
+    PENDING --> RUNNING --> READY --> SERVED: in a batch
+       ^           |          |
+       |           v          |
+       |        DROPPED       |
+       +----------------------+  a member has grown too old
+
+`RolloutController` moves groups between these states, `StalenessGate` limits how many may start,
+`EnvBreaker` leaves out environments that fail, and `Group.run` runs the members of one group.
 
 Staleness. A token of policy version t can be trained on up to step t + staleness.max. Once a batch
 is taken, the env workers stop members that would miss that step, and finished groups drop theirs.
-Only these members run again, at once (`group_run`) and under the same group number: no data item is
-lost. Batches do not wait for a slow group the first time. The second time they do: else episodes
-that are slower than the trainer would never be trained on, and short ones would be preferred.
+Only these members run again, at once and under the same group number: no data item is lost.
+Batches do not wait for a slow group the first time. The second time they do: else episodes that
+are slower than the trainer would never be trained on, and short ones would be preferred.
 """
 
 from __future__ import annotations
@@ -13,26 +22,27 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
 
+from agenticrun_api import Pipeline
 from agenticrun_workers.agents.chat import MODEL_WORDS
 from agenticrun_workers.errors import RolloutFailed
-from agenticrun_workers.rollout.env_pool import TrainingBackend
-from agenticrun_workers.rollout.eviction import EnvBreaker
-from agenticrun_workers.rollout.gate import StalenessGate
-from agenticrun_workers.rollout.group_run import FinishedGroup, GroupRun, trainable
+from agenticrun_workers.log_once import LogOnce
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
-    Group,
+    EpisodeTask,
     GroupPlan,
+    TrainingBackend,
     VersionBounds,
+    every_trajectory,
     failures,
 )
-from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.tracing import GROUPS_READY, count
+from agenticrun_workers.types import EpisodeKey, StopReason, Stream
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +52,17 @@ MAX_DROPPED_SHARE = 4
 Without this bound an environment that always fails would be retried forever.
 """
 
+MAX_FAILED = 3
+"""Groups in a row, each with fewer than two episodes that can be trained on after re-rolls, after
+which an environment is evicted."""
+
+Discard = Callable[[list[EpisodeResult]], Awaitable[None]]
+"""Called with episodes or stored trajectories that will not be trained on."""
+
+NO_MEMBERS = GroupPlan(tags=(), group_size=0)
+
+_Episode = asyncio.Task[EpisodeResult]
+
 
 class TooManyDropped(RolloutFailed):
     """Nearly all groups are dropped, so no batch can be completed."""
@@ -49,6 +70,355 @@ class TooManyDropped(RolloutFailed):
 
 class TooManyRejected(RolloutFailed):
     """The group filter rejects nearly all groups, so no batch can be completed."""
+
+
+class GroupState(Enum):
+    """State of a group on its way into a batch."""
+
+    PENDING = auto()
+    """It waits for its start, or to run members again that have grown too old."""
+    RUNNING = auto()
+    """Its members run until enough of them can be trained on, or no re-roll is left."""
+    READY = auto()
+    """Enough members have finished: it waits for its batch."""
+    SERVED = auto()
+    """It is in a batch."""
+    DROPPED = auto()
+    """Too few members can be trained on, or the group filter has refused it."""
+
+
+UNFINISHED = (GroupState.PENDING, GroupState.RUNNING, GroupState.READY)
+
+
+class _Missing(Enum):
+    """Why a member is neither running nor kept. It starts if the group needs it."""
+
+    NOT_STARTED = auto()
+    FAILED = auto()
+    """Its next run is a re-roll."""
+    STALE = auto()
+    """It was stopped as too old. Its tokens are counted when it is known if it runs again."""
+    DROPPED = auto()
+    """It had grown too old, and its tokens are counted."""
+    UNNEEDED = auto()
+    """It was stopped because enough others had finished, and its tokens are counted."""
+
+
+@dataclass(eq=False)
+class Group:
+    """A training group, from its number to its batch.
+
+    Each member runs independently. One that fails or grows too old starts again at once, unless the
+    other members suffice (redundancy). The attempt of a member counts its own runs: so its seed
+    does not depend on how long other members take.
+    """
+
+    number: int
+    tag: str
+    """The environment of its episodes."""
+    results: tuple[EpisodeResult, ...] = ()
+    """Its trainable trajectories, ordered by member; empty until enough members have finished.
+
+    Each has its own score and counts once in the group's statistics.
+    """
+    length_bias: float = 0.0
+    """Mean sampled tokens of these members minus the mean of all started ones (redundancy)."""
+    state: GroupState = GroupState.READY
+    plan: GroupPlan = NO_MEMBERS
+    """Which members run. A group of a recording has none."""
+    requeued: bool = False
+    """True once a member has grown too old: batches wait for the group from then on."""
+    kept: list[EpisodeResult] = field(default_factory=list)
+    """Finished episodes that can be trained on, in the order of finishing."""
+    surplus: list[EpisodeResult] = field(default_factory=list)
+    """Trainable trajectories of the last run that are not in `results`."""
+    untrainable: list[EpisodeResult] = field(default_factory=list)
+    """The other trajectories of the last run."""
+    rerolled: int = 0
+    """Failed episodes that ran again in the last run."""
+    aborted_tokens: int = 0
+    """Tokens that the last run sampled for members that it did not need, stopped or finished."""
+
+    def __post_init__(self) -> None:
+        members = range(self.plan.group_size + self.plan.redundancy)
+        self._missing = dict.fromkeys(members, _Missing.NOT_STARTED)
+        self._stale: dict[int, EpisodeResult] = {}
+        """The result of each member that is `_Missing.STALE`."""
+        self._running: dict[_Episode, EpisodeTask] = {}
+        self._ended: list[_Episode] = []
+        """Ended episodes of `_running`, in the order in which they ended."""
+        self._aborted: set[_Episode] = set()
+        """Episodes that `run` has stopped because enough others had finished."""
+        self._bounds = VersionBounds()
+        self._changed = asyncio.Event()
+        self._attempts: Counter[int] = Counter()
+        self._failures: Counter[int] = Counter()
+        self._unneeded: list[EpisodeResult] = []
+
+    @classmethod
+    def of(cls, plan: GroupPlan, number: int, *, requeued: bool = False) -> Group:
+        """Return a group of which no member has started."""
+        return cls(number, plan.tag(number), state=GroupState.PENDING, plan=plan, requeued=requeued)
+
+    @property
+    def scores(self) -> list[float]:
+        """Score of each trajectory."""
+        return [result.score for result in self.results]
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest policy version in its trajectories."""
+        return min(result.oldest_version for result in self.results)
+
+    def oldest_started_version(self, newest: int) -> int:
+        """Return the oldest policy version in its finished and running episodes.
+
+        Args:
+            newest: version of the engines, with which further episodes would begin.
+        """
+        running = [task.engine_version for task in self._running.values()]
+        return min([*running, *(result.episode_version for result in self.kept)], default=newest)
+
+    def set_bounds(self, bounds: VersionBounds) -> None:
+        """Take newer policy versions, and let `run` look at once for members that are too old."""
+        self._bounds = bounds
+        self._changed.set()
+
+    async def run(
+        self,
+        backend: TrainingBackend,
+        bounds: VersionBounds,
+        drop: Discard,
+        *,
+        transcript: bool = False,
+    ) -> None:
+        """Run the missing members until enough are trainable or no re-roll is left.
+
+        `results` are empty after this if fewer than two (one, for groups of one) trajectories are
+        trainable.
+
+        Args:
+            backend: runs the episodes.
+            bounds: the current policy versions; `set_bounds` brings later ones.
+            drop: called with members that have grown too old, before they run again.
+            transcript: return one member as text; another one if that is not kept.
+        """
+        self._bounds = bounds
+        self.results, self.length_bias = (), 0.0
+        self.surplus, self.untrainable = [], []
+        self.rerolled = self.aborted_tokens = 0
+        try:
+            while True:
+                await self._drop_stale(drop)
+                for member in self._needed():
+                    self.rerolled += self._missing[member] is _Missing.FAILED
+                    self._start(member, backend, transcript=transcript)
+                if not self._running:
+                    break
+                if len(self.kept) >= self.plan.group_size:
+                    # Redundant members are no longer needed. They end soon, with the tokens sampled
+                    # so far.
+                    backend.abort(self.number)
+                    self._aborted.update(self._running)
+                await self._changed.wait()
+                self._changed.clear()
+                self._take_ended()
+        finally:
+            await self._cancel()
+        self._finish()
+
+    def _needed(self) -> list[int]:
+        """Return the missing members that must start for the group to become full."""
+        needed = self.plan.group_size - len(self.kept) - len(self._running)
+        # Redundancy is for slow members of the first round only: re-rolls of failed ones would
+        # multiply it.
+        if not self._attempts:
+            needed += self.plan.redundancy
+        return sorted(self._missing)[: max(0, needed)]
+
+    def _start(self, member: int, backend: TrainingBackend, *, transcript: bool) -> None:
+        del self._missing[member]
+        shown = any(result.transcript for result in self.kept) or any(
+            task.transcript for task in self._running.values()
+        )
+        wanted = transcript and not shown
+        task = EpisodeTask(
+            EpisodeKey(Stream.TRAIN, self.number, member),
+            self.tag,
+            self._attempts[member],
+            self._bounds.newest,
+            transcript=wanted,
+            frames=wanted and self.plan.frames,
+        )
+        self._attempts[member] += 1
+        episode = asyncio.create_task(backend.run(task), name=f"group-{self.number}-{member}")
+        self._running[episode] = task
+        episode.add_done_callback(self._note_end)
+
+    def _note_end(self, episode: _Episode) -> None:
+        self._ended.append(episode)
+        self._changed.set()
+
+    def _take_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        for episode in ended:
+            result = episode.result()
+            del self._running[episode]
+            self._take(result, stopped=episode in self._aborted)
+            self._aborted.discard(episode)
+
+    def _take(self, result: EpisodeResult, *, stopped: bool) -> None:
+        """Sort a finished episode. `stopped`: the group no longer needed it."""
+        member = result.key.member
+        if result.trainable:
+            self.kept.append(result)
+            self.untrainable += [each for each in result.others if not each.trainable]
+        # Stopped on our request, because the group was full: neither a failure nor too old.
+        elif result.stop_reason is StopReason.ABORTED and stopped:
+            self._count_unneeded(result)
+        elif result.stop_reason is StopReason.STALE:
+            # Not the environment's failure: it may run again as often as needed, without a re-roll.
+            self._missing[member] = _Missing.STALE
+            self._stale[member] = result
+        else:
+            self.untrainable += result.trajectories
+            self._failures[member] += 1
+            if self._failures[member] <= self.plan.max_rerolls:
+                self._missing[member] = _Missing.FAILED
+
+    def _count_unneeded(self, result: EpisodeResult) -> None:
+        self._missing[result.key.member] = _Missing.UNNEEDED
+        self._unneeded.append(result)
+        self.aborted_tokens += result.response_tokens
+
+    async def _drop_stale(self, drop: Discard) -> None:
+        """Drop finished members that have grown too old, and stopped ones that run again."""
+        stale = [result for result in self.kept if result.episode_version < self._bounds.oldest]
+        self.kept = [result for result in self.kept if result not in stale]
+        self._missing |= {result.key.member: _Missing.DROPPED for result in stale}
+        for member in self._needed():
+            if self._missing[member] is _Missing.STALE:
+                self._missing[member] = _Missing.DROPPED
+                stale.append(self._stale.pop(member))
+        if stale:
+            self.requeued = True
+            await drop(stale)
+
+    async def _cancel(self) -> None:
+        for episode in self._running:
+            episode.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._running.clear()
+        self._ended.clear()
+        self._aborted.clear()
+
+    def _finish(self) -> None:
+        for result in self._stale.values():
+            self._count_unneeded(result)
+        self._stale.clear()
+        surplus = self.kept[self.plan.group_size :]
+        self.kept = self.kept[: self.plan.group_size]
+        self.surplus = _trainable(surplus)
+        self._unneeded += self.surplus
+        self.aborted_tokens += sum(result.response_tokens for result in self.surplus)
+        kept = _trainable(self.kept)
+        # One member has nothing to be compared with, so its group would teach nothing.
+        if len(kept) < min(2, self.plan.group_size):
+            self.surplus += kept
+        else:
+            self.results = tuple(sorted(kept, key=lambda result: result.key))
+            self.length_bias = _length_bias(kept, self._unneeded)
+
+
+@dataclass(frozen=True)
+class StalenessGate:
+    """Limits how many groups may start, which bounds the age of training data.
+
+    Unit: groups. With G groups in a batch, a limit of eta, and engines that have policy version e:
+
+        capacity = min(max_concurrent - running, floor((eta + e + 1) * G) - (accepted + running))
+
+    With `modelUpdateFrequency` f, e is up to f - 1 versions behind the completed training steps v.
+    A group that starts now is trained on in step (accepted + running) / G at the earliest, and its
+    first token has version e: so it is e, not v, that bounds its age.
+
+    `max = 0` is the synchronous algorithm: only the groups of the next batch may run. The gate
+    bounds what starts, not its age: the controller checks the age again when it takes a batch.
+    """
+
+    groups_per_batch: int
+    max_concurrent: int
+    max_staleness: float
+
+    def capacity(self, engine_version: int, *, running: int, accepted: int) -> int:
+        """Return how many groups may start now, never negative.
+
+        Args:
+            engine_version: policy version that the engines have (e).
+            running: groups that run.
+            accepted: groups that are ready, or were in a batch since the run began.
+        """
+        allowed = math.floor((self.max_staleness + engine_version + 1) * self.groups_per_batch)
+        return max(0, min(self.max_concurrent - running, allowed - accepted - running))
+
+
+class EnvBreaker:
+    """Circuit breaker for environments: one kind that fails must not slow down the others.
+
+    Without it every group of a failing kind runs its episodes again (`maxRerolls`), waits for their
+    timeouts, and is dropped. A kind of which `MAX_FAILED` groups in a row were dropped is evicted:
+    its group numbers are left out, and the other kinds fill the batches in their shares. In each
+    step one of its groups may try again; if that can be trained on, the kind is back. The last kind
+    is never evicted, because there is nothing to train on without it: the run then ends with
+    `TooManyDropped`.
+
+    Args:
+        tags: of the environments that groups take turns with.
+    """
+
+    def __init__(self, tags: Iterable[str]) -> None:
+        self._tags = set(tags)
+        self._failed: Counter[str] = Counter()
+        self._evicted: dict[str, str] = {}
+        self._may_try: set[str] = set()
+
+    @property
+    def evicted(self) -> Mapping[str, str]:
+        """Evicted tags, and the last error of each."""
+        return self._evicted
+
+    def next_step(self) -> None:
+        """Let one group of each evicted environment try again."""
+        self._may_try = set(self._evicted)
+
+    def leaves_out(self, tag: str) -> bool:
+        """Return True if the next group must not be of this environment."""
+        if tag in self._may_try:
+            self._may_try.remove(tag)
+            return False
+        return tag in self._evicted
+
+    def succeeded(self, tag: str) -> None:
+        """Take note of a group that can be trained on."""
+        self._failed[tag] = 0
+        if self._evicted.pop(tag, None) is not None:
+            log.warning("environment %r works again: its groups are trained on again", tag)
+
+    def failed(self, tag: str, error: str) -> None:
+        """Take note of a group that was dropped, with the last error of its episodes."""
+        self._failed[tag] += 1
+        if tag in self._evicted:
+            self._evicted[tag] = error
+        elif self._failed[tag] >= MAX_FAILED and len(self._tags) - len(self._evicted) > 1:
+            self._evicted[tag] = error
+            log.warning(
+                "environment %r is evicted: %d groups in a row had too few episodes that can be "
+                "trained on. The last error: %s. The run continues with the others, and tries one "
+                "of its groups in each step",
+                tag,
+                self._failed[tag],
+                error,
+            )
 
 
 @dataclass
@@ -109,9 +479,6 @@ class RolloutPosition:
     """Pending groups that have grown too old and run again: batches wait for them."""
 
 
-Discard = Callable[[list[EpisodeResult]], Awaitable[None]]
-
-
 class RolloutController:
     """Starts as many groups as the gate allows and serves batches.
 
@@ -138,13 +505,18 @@ class RolloutController:
         self._discard = discard
         self._max_age = math.ceil(gate.max_staleness)
         self._next_group = position.next_group
+        self._version = 0
+        """Completed training steps."""
+        self._served = 0
+        """Groups in batches since the run began, earlier attempts included."""
         self._bounds = VersionBounds()
-        self._pending = [
-            GroupRun(number, plan, requeued=number in position.requeued_groups)
-            for number in sorted(position.pending_groups)
-        ]
-        self._running: dict[int, GroupRun] = {}
-        self._ready: list[GroupRun] = []
+        self._groups: dict[GroupState, dict[int, Group]] = {state: {} for state in UNFINISHED}
+        """The unfinished groups, by state and number."""
+        self._groups[GroupState.PENDING] = {
+            number: Group.of(plan, number, requeued=number in position.requeued_groups)
+            for number in position.pending_groups
+        }
+        self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._counts = RolloutCounts()
         self._dropped: Counter[str] = Counter()
@@ -153,28 +525,56 @@ class RolloutController:
         self._failure: BaseException | None = None
         self._warn = LogOnce(log.warning)
 
+    @classmethod
+    def of(
+        cls,
+        pipeline: Pipeline,
+        backend: TrainingBackend,
+        *,
+        discard: Discard,
+        position: RolloutPosition,
+        transcripts: int = 0,
+        frames: bool = False,
+    ) -> RolloutController:
+        """Return the controller of a run.
+
+        Args:
+            pipeline: `spec.pipeline`.
+            backend: runs groups.
+            discard: called with stored trajectories that will not be trained on.
+            position: where to continue.
+            transcripts: episodes of each batch that are returned as text; with `frames` also as
+                GIF.
+
+        Raises:
+            InvalidConfig: the group filter is unknown.
+        """
+        gate = StalenessGate(
+            pipeline.groups_per_batch, pipeline.train_envs.groups, pipeline.staleness.max
+        )
+        plan = GroupPlan.of(pipeline, transcripts=transcripts, frames=frames)
+        return cls(backend, gate, plan, discard=discard, position=position)
+
     @property
     def position(self) -> RolloutPosition:
         """The position to save. Groups that are not yet in a batch run again after a resume."""
-        unfinished = sorted(
-            (*self._pending, *self._running.values(), *self._ready), key=lambda run: run.number
-        )
+        unfinished = sorted(self._in(*UNFINISHED), key=lambda group: group.number)
         return RolloutPosition(
             self._next_group,
-            tuple(run.number for run in unfinished),
-            tuple(run.number for run in unfinished if run.requeued),
+            tuple(group.number for group in unfinished),
+            tuple(group.number for group in unfinished if group.requeued),
         )
 
     def advance(self, version: int, engine_version: int) -> None:
         """Start the groups that the gate now allows.
 
         Args:
-            version: completed training steps.
+            version: completed training steps, each with one batch.
             engine_version: policy version that the engines have.
         """
-        self._gate.version, self._gate.engine_version = version, engine_version
+        self._version, self._served = version, version * self._gate.groups_per_batch
         self._breaker.next_step()
-        self._set_bounds(version)
+        self._set_bounds(version, engine_version)
         self._begin()
 
     async def batch(self) -> Batch:
@@ -185,113 +585,137 @@ class RolloutController:
             TooManyRejected: the group filter rejects nearly all groups.
             RolloutFailed: the backend can no longer run groups.
         """
-        size = self._gate.groups_per_batch
         while True:
             self._requeue_stale()
-            if self._batch_ready():
+            if groups := self._next_batch():
                 break
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
             await self._changed.wait()
-        groups = [run.group for run in self._ready[:size] if run.group is not None]
-        self._ready = self._ready[size:]
+        for group in groups:
+            self._move(group, GroupState.SERVED)
+        self._served += len(groups)
         counts, self._counts = self._counts, RolloutCounts()
         self._dropped.clear()
         counts.length_bias = float(np.mean([group.length_bias for group in groups]))
         # This batch makes the next version, so the oldest version that the next batch may contain
         # rises, too.
-        self._set_bounds(self._gate.version + 1)
+        self._set_bounds(self._version + 1, self._bounds.newest)
         self._requeue_stale()
-        count(GROUPS_READY, len(self._ready))
-        return Batch(tuple(groups), counts, len(self._ready), dict(self._breaker.evicted))
+        ready = len(self._groups[GroupState.READY])
+        count(GROUPS_READY, ready)
+        return Batch(tuple(groups), counts, ready, dict(self._breaker.evicted))
 
-    def _batch_ready(self) -> bool:
-        """Sort the ready groups by age. Return True if the oldest ones may be taken as a batch.
+    async def stop(self) -> None:
+        """Cancel all running groups."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _in(self, *states: GroupState) -> list[Group]:
+        return [group for state in states for group in self._groups[state].values()]
+
+    def _move(self, group: Group, state: GroupState) -> None:
+        """Change the state of a group: all changes are made here."""
+        self._groups[group.state].pop(group.number, None)
+        group.state = state
+        if state in UNFINISHED:
+            self._groups[state][group.number] = group
+
+    def _next_batch(self) -> list[Group]:
+        """Return the groups of the next batch, oldest first; none if it has to wait.
 
         Groups with members that ran again must still fit into the batches of their last steps.
         """
         size, newest = self._gate.groups_per_batch, self._bounds.newest
         # Oldest first, so that fewer groups become too old. Among equals, groups that already had
         # to run again.
-        self._ready.sort(key=lambda r: (r.oldest_version(newest), not r.requeued, r.number))
-        if len(self._ready) < size:
-            return False
-        unfinished = [*self._running.values(), *self._pending]
-        waited_for = [run for run in (*self._ready[size:], *unfinished) if run.requeued]
-        last_steps = sorted(run.oldest_version(newest) + self._max_age for run in waited_for)
+        ready = sorted(
+            self._in(GroupState.READY),
+            key=lambda group: (
+                group.oldest_started_version(newest),
+                not group.requeued,
+                group.number,
+            ),
+        )
+        if len(ready) < size:
+            return []
+        unfinished = self._in(GroupState.RUNNING, GroupState.PENDING)
+        waited_for = [group for group in (*ready[size:], *unfinished) if group.requeued]
+        last_steps = sorted(
+            group.oldest_started_version(newest) + self._max_age for group in waited_for
+        )
         # Taking a batch now leaves the others one step less: each must still get a place in a batch
         # before its last step.
         fits = all(
-            place <= (last_step - self._gate.version) * size
+            place <= (last_step - self._version) * size
             for place, last_step in enumerate(last_steps, start=1)
         )
         # Waiting cannot help if nothing runs: pending groups begin as others end.
-        nothing_to_wait_for = not self._running  # pending groups begin as others end
-        return fits or nothing_to_wait_for or not any(run.requeued for run in unfinished)
+        nothing_to_wait_for = not self._groups[GroupState.RUNNING] or not any(
+            group.requeued for group in unfinished
+        )
+        return ready[:size] if fits or nothing_to_wait_for else []
 
-    def _set_bounds(self, next_batch: int) -> None:
-        """Tell the backend which tokens the next batch can still have.
+    def _set_bounds(self, next_batch: int, engine_version: int) -> None:
+        """Set which tokens the next batch can still have.
 
         Args:
             next_batch: policy version that will be trained on it.
+            engine_version: policy version that the engines have.
         """
-        self._bounds = VersionBounds(next_batch - self._max_age, self._gate.engine_version)
+        self._bounds = VersionBounds(next_batch - self._max_age, engine_version)
         self._backend.set_bounds(self._bounds)
-        for run in self._running.values():
-            run.bounds_changed()
+        for group in self._in(GroupState.RUNNING):
+            group.set_bounds(self._bounds)
 
     def _requeue_stale(self) -> None:
         """Let ready groups run again of which a member has grown too old."""
         stale = [
-            run
-            for run in self._ready
-            if run.oldest_version(self._bounds.newest) < self._bounds.oldest
+            group
+            for group in self._in(GroupState.READY)
+            if group.oldest_started_version(self._bounds.newest) < self._bounds.oldest
         ]
-        if not stale:
-            return
-        self._ready = [run for run in self._ready if run not in stale]
-        self._pending = sorted([*self._pending, *stale], key=lambda run: run.number)
-        for run in stale:
-            run.requeued = True
-            self._gate.reject()
-        self._begin()
-
-    async def stop(self) -> None:
-        """Cancel all running groups."""
-        tasks = [run.task for run in self._running.values() if run.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for group in stale:
+            group.requeued = True
+            self._move(group, GroupState.PENDING)
+        if stale:
+            self._begin()
 
     def _begin(self) -> None:
-        for _ in range(self._gate.capacity):
-            if self._pending:
-                run = self._pending.pop(0)
-            else:
-                # Numbers of an evicted environment are skipped, not renumbered: seeds and data set
-                # items follow the number.
-                while self._breaker.leaves_out(self._plan.tag(self._next_group)):
-                    self._next_group += 1
-                run = GroupRun(self._next_group, self._plan)
-                self._next_group += 1
-            self._gate.begin()
-            self._running[run.number] = run
-            run.task = asyncio.create_task(self._run(run), name=f"group-{run.number}")
+        """Start as many groups as the gate allows: pending ones first, in their order."""
+        running = len(self._groups[GroupState.RUNNING])
+        accepted = self._served + len(self._groups[GroupState.READY])
+        capacity = self._gate.capacity(self._bounds.newest, running=running, accepted=accepted)
+        for _ in range(capacity):
+            pending = self._groups[GroupState.PENDING]
+            group = pending[min(pending)] if pending else self._new_group()
+            self._move(group, GroupState.RUNNING)
+            task = asyncio.create_task(self._run(group), name=f"group-{group.number}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, run: GroupRun) -> None:
-        transcript = run.number % self._gate.groups_per_batch < self._plan.transcripts
+    def _new_group(self) -> Group:
+        # Numbers of an evicted environment are skipped, not renumbered: seeds and data set items
+        # follow the number.
+        while self._breaker.leaves_out(self._plan.tag(self._next_group)):
+            self._next_group += 1
+        group = Group.of(self._plan, self._next_group)
+        self._next_group += 1
+        return group
+
+    async def _run(self, group: Group) -> None:
+        transcript = group.number % self._gate.groups_per_batch < self._plan.transcripts
         try:
-            finished = await run.play(
-                self._backend, lambda: self._bounds, self._drop, transcript=transcript
-            )
-            await self._record_group(run, finished)
+            await group.run(self._backend, self._bounds, self._drop, transcript=transcript)
+            await self._record(group)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # `batch` raises it
             self._failure = error
         else:
-            del self._running[run.number]
             if self._failure is None:
                 self._begin()
         self._changed.set()
@@ -299,36 +723,35 @@ class RolloutController:
     async def _drop(self, stale: list[EpisodeResult]) -> None:
         """Count and discard members of a group that have grown too old."""
         self._counts.stale_episodes += stale
-        await self._discard(trainable(stale))
+        await self._discard(_trainable(stale))
 
-    async def _record_group(self, run: GroupRun, finished: FinishedGroup) -> None:
-        """Count a finished group. It becomes ready, or another group may start in its place."""
-        self._counts.rerolled += finished.rerolled
-        self._counts.aborted_tokens += finished.aborted_tokens
-        self._counts.untrainable += finished.untrainable
-        for message in failures("", finished.untrainable):
+    async def _record(self, group: Group) -> None:
+        """Count a group that has run. It becomes ready, or another one may start in its place."""
+        self._counts.rerolled += group.rerolled
+        self._counts.aborted_tokens += group.aborted_tokens
+        self._counts.untrainable += group.untrainable
+        for message in failures("", group.untrainable):
             self._warn(message)
-        group, chosen = finished.group, self._plan.filter
-        if group is not None:
+        failed, chosen = not group.results, self._plan.filter
+        if not failed:
             self._breaker.succeeded(group.tag)
-        elif finished.untrainable:
-            last = finished.untrainable[-1]
+        elif group.untrainable:
+            last = group.untrainable[-1]
             self._breaker.failed(last.tag, f"{last.stop_reason}: {last.error}")
-        refused = group is not None and chosen is not None and chosen.refuses(group.scores)
-        await self._discard([*finished.surplus, *(group.results if group and refused else ())])
-        if group is None or refused:
-            # It will not be in a batch, so another group may start in its place.
-            self._gate.cancel()
-            self._counts.dropped += group is None
-            self._dropped[run.tag] += group is None
+        refused = not failed and chosen is not None and chosen.refuses(group.scores)
+        await self._discard([*group.surplus, *(group.results if refused else ())])
+        if failed or refused:
+            self._counts.dropped += failed
+            self._dropped[group.tag] += failed
             self._counts.filtered += refused
-            self._check_bounds(finished.untrainable)
+            self._check_limits(group.untrainable)
+            self._move(group, GroupState.DROPPED)
         else:
-            self._gate.accept()
-            self._ready.append(run)
-            count(GROUPS_READY, len(self._ready))
+            self._move(group, GroupState.READY)
+            count(GROUPS_READY, len(self._groups[GroupState.READY]))
 
-    def _check_bounds(self, untrainable: list[EpisodeResult]) -> None:
+    def _check_limits(self, untrainable: list[EpisodeResult]) -> None:
+        """Raise if too many groups were dropped or refused for one batch."""
         counts, chosen = self._counts, self._plan.filter
         for evicted in self._breaker.evicted:
             del self._dropped[evicted]
@@ -352,3 +775,22 @@ class RolloutController:
                 "nearly everywhere. Raise trainEnvs.groupSize or maxRejected, sample hotter, "
                 "choose levels of another difficulty, or remove the filter"
             )
+
+
+def _trainable(episodes: Iterable[EpisodeResult]) -> list[EpisodeResult]:
+    """Return all trainable trajectories of these episodes, in order."""
+    return [result for result in every_trajectory(episodes) if result.trainable]
+
+
+def _length_bias(kept: list[EpisodeResult], others: list[EpisodeResult]) -> float:
+    """Return the mean sampled tokens of the kept members minus the mean of all members.
+
+    Stopped members count with the tokens that they had sampled.
+    """
+    if not others:
+        return 0.0
+    return _mean_tokens(kept) - _mean_tokens([*kept, *others])
+
+
+def _mean_tokens(results: Iterable[EpisodeResult]) -> float:
+    return float(np.mean([result.response_tokens for result in results]))

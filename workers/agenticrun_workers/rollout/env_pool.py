@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from typing_extensions import override
 
@@ -38,9 +38,10 @@ from agenticrun_workers.rollout.groups import (
     Endpoints,
     EpisodeResult,
     EpisodeTask,
-    Stores,
+    TrainingBackend,
     VersionBounds,
 )
+from agenticrun_workers.rollout.trajectory_store import Stores
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.tracing import EPISODES_RUNNING, count
 from agenticrun_workers.types import StopReason, Stream, Trajectory
@@ -58,33 +59,6 @@ DRAIN_SECONDS = 120.0
 
 SUSPECT_AFTER = 2
 """Worker deaths after which a group that was running there becomes a suspect."""
-
-
-class RolloutBackend(Protocol):
-    """Backend that runs episodes."""
-
-    async def run(self, task: EpisodeTask) -> EpisodeResult:
-        """Run an episode to its end.
-
-        Raises:
-            RolloutFailed: the workers can no longer run episodes.
-        """
-        ...
-
-
-class TrainingBackend(RolloutBackend, Protocol):
-    """Backend that also stops episodes that are no longer of use."""
-
-    def set_bounds(self, bounds: VersionBounds) -> None:
-        """Stop training episodes with a token older than `bounds.oldest`; they end as `STALE`."""
-        ...
-
-    def abort(self, group: int) -> None:
-        """Stop all episodes of a training group; they end as `ABORTED`.
-
-        Episodes whose worker has died are reported without tokens.
-        """
-        ...
 
 
 _Group: TypeAlias = tuple[Stream, int]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections import defaultdict
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -19,10 +21,12 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import GenerationClient
 from agenticrun_workers.launch import current_node
 from agenticrun_workers.launch.liveness import POLL_SECONDS
+from agenticrun_workers.log_once import LogOnce
 from agenticrun_workers.models.devices import gpus_of_children
 from agenticrun_workers.models.source import TokenizerCorpus, TokenizerSource
 from agenticrun_workers.placement import Placement, current_placement
 from agenticrun_workers.plugins import PluginConfigError, PluginError
+from agenticrun_workers.pod_memory import PodMemory
 from agenticrun_workers.rollout.episode_runner import (
     EpisodeRunner,
     RunningEpisode,
@@ -30,7 +34,6 @@ from agenticrun_workers.rollout.episode_runner import (
     step_timeout,
 )
 from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, VersionBounds
-from agenticrun_workers.rollout.places import EpisodePlaces
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.tracing import (
@@ -44,6 +47,9 @@ from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+log = logging.getLogger(__name__)
 
 
 class EnvWorker(Traced):
@@ -82,6 +88,10 @@ class EnvWorker(Traced):
         self._garbage_collected_at = float("-inf")
         self._running: dict[tuple[EpisodeKey, int], RunningEpisode] = {}
         """Running episodes by key and attempt."""
+        self._sources: Sources | None = None
+        """None until `describe`."""
+        self._made_runner: EpisodeRunner | None = None
+        """None until `setup`."""
 
     async def placement(self) -> Placement:
         return current_placement(self._name, Role.ENV)
@@ -96,8 +106,8 @@ class EnvWorker(Traced):
         owner = f"env worker {self._name}"
         await asyncio.to_thread(gpus_of_children, owner, current_node().gpus)
         texts = describe_envs(self._pipeline)
-        self._sources = await asyncio.to_thread(Sources.of, self._pipeline)
-        self._open.push_async_callback(self._sources.judges.close)
+        sources = self._sources = await asyncio.to_thread(Sources.of, self._pipeline)
+        self._open.push_async_callback(sources.judges.close)
         return texts
 
     async def setup(self, source: TokenizerSource) -> None:
@@ -106,7 +116,8 @@ class EnvWorker(Traced):
         chat = ChatFormat(tokenizer)
         require_chat(chat)
         agents = build_agents(self._pipeline, tokenizer)
-        self._runner = EpisodeRunner(self._pipeline, chat, agents, self._sources, self._client)
+        assert self._sources is not None, "`describe` comes first"
+        self._made_runner = EpisodeRunner(self._pipeline, chat, agents, self._sources, self._client)
         self._keep(asyncio.create_task(self._store_finished(), name="store-finished"))
         self._open.enter_context(LoopWatch())
         collect_garbage_rarely()
@@ -151,6 +162,11 @@ class EnvWorker(Traced):
         wait for it.
         """
         return pack(await self._outbox.take())
+
+    @property
+    def _runner(self) -> EpisodeRunner:
+        assert self._made_runner is not None, "`setup` comes first"
+        return self._made_runner
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         """Keep a reference to a task until it ends. `collect` raises its error if it fails."""
@@ -239,6 +255,111 @@ class EnvWorker(Traced):
             )
             for _, result in finished:
                 self._outbox.put(result)
+
+
+FULL_SHARE = 0.9
+"""Share of its limit above which a pod's memory counts as nearly full.
+
+Ray kills processes from 0.95 on (`RAY_memory_usage_threshold`), the kernel at 1.
+"""
+LOOK_SECONDS = 0.1
+LOOK_EPISODES = 16
+"""The memory is read again after so many seconds, or when so many episodes have begun."""
+WAIT_SECONDS = 1.0
+"""Time between two readings while episodes wait."""
+
+
+class EpisodePlaces:
+    """Places for the running episodes of one env worker: says when the next one may begin.
+
+    While the pod's memory is nearly full, running episodes continue, and none begins beside them: a
+    worker that waits is slow, one that the kernel kills loses its episodes. One episode may always
+    run, so nothing waits forever.
+
+    Args:
+        limit: largest number of episodes at once.
+        make_room: called when the memory is nearly full: frees what can be made again.
+        memory: of the pod. Without a limit, episodes do not wait for it.
+    """
+
+    def __init__(
+        self, limit: int, make_room: Callable[[], None], memory: PodMemory | None = None
+    ) -> None:
+        self._memory = memory or PodMemory()
+        self._bytes = self._memory.limit()
+        self._make_room = make_room
+        self._places = asyncio.Semaphore(limit)
+        self._turn = asyncio.Lock()
+        """Held by the episode that begins next, so that a single one waits for memory."""
+        self._running = 0
+        self._ended = asyncio.Event()
+        self._full = self._roomy = False
+        """Memory was nearly full; no episode has ended since room was made."""
+        self._looked_at = float("-inf")
+        self._begun = 0
+        """Episodes that have begun since the memory was read."""
+        self._warn = LogOnce(log.warning)
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[float]:
+        """Wait for a place, and keep it inside the `with` block.
+
+        Yields:
+            Seconds that the episode waited for memory while there was a place.
+        """
+        async with self._places:
+            waited = 0.0
+            if self._bytes is not None:
+                async with self._turn:
+                    waited = await self._wait_for_memory(self._bytes)
+            self._running += 1
+            try:
+                yield waited
+            finally:
+                self._running -= 1
+                self._roomy = False
+                self._ended.set()
+
+    async def _wait_for_memory(self, limit: int) -> float:
+        clock, waited = asyncio.get_running_loop().time, 0.0
+        while self._running and self._nearly_full(limit):
+            began = clock()
+            self._ended.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WAIT_SECONDS):
+                    await self._ended.wait()
+            waited += clock() - began
+        self._begun += 1
+        return waited
+
+    def _nearly_full(self, limit: int) -> bool:
+        """Return True if the pod's memory was nearly full a moment ago."""
+        now = asyncio.get_running_loop().time()
+        if now - self._looked_at < LOOK_SECONDS and self._begun < LOOK_EPISODES:
+            return self._full
+        self._full = self._used() > FULL_SHARE * limit
+        if self._full and not self._roomy:
+            self._make_room()
+            self._roomy = True
+            self._full = self._used() > FULL_SHARE * limit
+        self._looked_at, self._begun = now, 0
+        if self._full:
+            self._warn(
+                f"{FULL_SHARE:.0%} of the pod's memory is in use: episodes wait until it is less "
+                "(metric rollout/memory_wait_seconds). Raise spec.roles.env.memory, or lower "
+                "trainEnvs.maxEnvsPerWorker"
+            )
+        return self._full
+
+    def _used(self) -> int:
+        """Return the memory in use; 0 if the kernel does not tell, so that episodes begin."""
+        try:
+            return self._memory.used()
+        except OSError as error:
+            self._warn(
+                f"the memory of the pod cannot be read: {error}. Episodes begin as if it were free"
+            )
+            return 0
 
 
 GC_THRESHOLDS = (50_000, 10, 5)

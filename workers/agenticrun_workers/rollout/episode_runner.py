@@ -11,18 +11,16 @@ from itertools import chain
 from typing import Any, cast
 
 from agenticrun_api import Pipeline
-from agenticrun_api.base import clean_text
 from agenticrun_api.environments import EnvSpec
 from agenticrun_workers.agents import Agent, ChatFormat, Episode, Generate, random_valid_policy
 from agenticrun_workers.envs import Closes, Env, EnvCalls, EnvFault, Renders, make_env
 from agenticrun_workers.envs.calls import CLOSE_SECONDS, check_metric_names, one_line
 from agenticrun_workers.envs.isolated import IsolatedEnv, Isolation
 from agenticrun_workers.inference.client import GenerationClient
-from agenticrun_workers.rollout.camera import FrameRecorder, animated_gif
-from agenticrun_workers.rollout.datasets import EpisodeItems
-from agenticrun_workers.rollout.demonstrations import Demonstrations
+from agenticrun_workers.log_once import LogOnce
+from agenticrun_workers.rollout import rendering
+from agenticrun_workers.rollout.datasets import Demonstrations, EpisodeItems
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, VersionBounds, as_episode
-from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.rollout.rewards import JudgePanel, judged_episode
 from agenticrun_workers.tracing import span
 from agenticrun_workers.types import (
@@ -68,7 +66,7 @@ class RunningEpisode:
     """True when `coroutine` has taken its first step."""
     cancelled: bool = False
     """True if it was stopped before that."""
-    recorder: FrameRecorder | None = None
+    recorder: rendering.FrameRecorder | None = None
     trajectories: list[Trajectory] = field(default_factory=list)
     """At least one when the episode has ended."""
     memory_wait: float = 0.0
@@ -268,11 +266,11 @@ class EpisodeRunner:
                 trajectory,
                 attempt=task.attempt,
                 store=store,
-                transcript=transcript(trajectory, self._chat) if task.transcript else "",
+                transcript=rendering.transcript(trajectory, self._chat) if task.transcript else "",
             )
             for trajectory in running.trajectories
         ]
-        frames = animated_gif(running.recorder.frames) if running.recorder else b""
+        frames = rendering.animated_gif(running.recorder.frames) if running.recorder else b""
         episode = as_episode(results)
         return replace(episode, frames=frames, memory_wait=running.memory_wait)
 
@@ -285,7 +283,7 @@ class EpisodeRunner:
             env.film = wanted
         if not (wanted and isinstance(env, Renders)):
             return env
-        running.recorder = FrameRecorder(env)
+        running.recorder = rendering.FrameRecorder(env)
         return cast(Env, running.recorder)
 
 
@@ -429,51 +427,3 @@ class EnvCache:
     def _free_place(self, tag: str) -> None:
         if tag in self._places:
             self._places[tag].release()
-
-
-MAX_CHARACTERS = 32_768
-"""Length of a transcript. A longer one loses whole turns from the middle."""
-MAX_PART = 4_096
-"""Length of one prompt or answer. A longer one loses its middle."""
-
-
-def transcript(trajectory: Trajectory, chat: ChatFormat) -> str:
-    """Return a finished episode as text: its turns, rewards and stop reason."""
-    blocks = [_turn(number, turn, chat) for number, turn in enumerate(trajectory.turns, start=1)]
-    reason = (
-        f"{trajectory.stop_reason}: {clean_text(trajectory.error)}"
-        if trajectory.error
-        else trajectory.stop_reason.value
-    )
-    return "".join(
-        [*_within_bounds(blocks), f"--- end: {reason}, score {trajectory.score:.4g} ---\n"]
-    )
-
-
-def _turn(number: int, turn: Turn, chat: ChatFormat) -> str:
-    action = "none" if turn.action is None else repr(turn.action)
-    return (
-        f"--- turn {number} ---\n{_shortened(chat.shown(turn.prompt_T))}\n"
-        f"--- answer {number}: action {action}, {'valid' if turn.valid else 'not valid'}, "
-        f"reward {turn.reward:.4g} ---\n"
-        f"{_shortened(chat.shown(turn.response_T))}\n"
-    )
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= MAX_PART:
-        return text
-    half = MAX_PART // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
-
-
-def _within_bounds(blocks: list[str]) -> list[str]:
-    """Return the last turn and as many of the first turns as fit."""
-    room = MAX_CHARACTERS - sum(map(len, blocks[-1:]))
-    kept = 0
-    while kept < len(blocks) - 1 and len(blocks[kept]) <= room:
-        room -= len(blocks[kept])
-        kept += 1
-    left_out = len(blocks) - 1 - kept
-    gap = [f"--- {left_out} turns left out ---\n"] if left_out > 0 else []
-    return [*blocks[:kept], *gap, *blocks[-1:]]

@@ -1,11 +1,11 @@
-"""Values that driver and env workers exchange: tasks, scalar results, endpoints, plans."""
+"""Values of rollout: what a group consists of, and what driver and env workers exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TypeAlias
+from typing import Protocol
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import RequestServer
 from agenticrun_workers.launch import ActorHandle
 from agenticrun_workers.plugins import PluginError, Registry
-from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
+from agenticrun_workers.rollout.trajectory_store import Stores
 from agenticrun_workers.types import (
     BoolArray,
     EpisodeKey,
@@ -27,9 +27,6 @@ from agenticrun_workers.types import (
     StopReason,
     Trajectory,
 )
-
-Stores: TypeAlias = Sequence[ActorHandle[TrajectoryStore]]
-"""The trajectory stores of a run, by number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,29 +158,6 @@ class EpisodeResult:
         return self.stop_reason.trainable and self.response_tokens > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Trainable trajectories of one group, ordered by member.
-
-    Each has its own score and counts once in the group's statistics.
-    """
-
-    group: int
-    tag: str
-    results: tuple[EpisodeResult, ...]
-    length_bias: float = 0.0
-    """Mean sampled tokens of these members minus the mean of all started ones (redundancy)."""
-
-    @property
-    def scores(self) -> list[float]:
-        """Score of each trajectory."""
-        return [result.score for result in self.results]
-
-    @property
-    def oldest_version(self) -> int:
-        return min(result.oldest_version for result in self.results)
-
-
 def _unusable_number(trajectory: Trajectory) -> str:
     """Return which number of an episode float32 cannot hold; an empty text if there is none."""
     try:
@@ -235,6 +209,33 @@ def tag_cycle(shares: Mapping[str, int]) -> tuple[str, ...]:
         for order, (tag, share) in enumerate(shares.items())
     )
     return tuple(tag for _, _, tag in sorted(chain.from_iterable(marks)))
+
+
+class RolloutBackend(Protocol):
+    """Backend that runs episodes."""
+
+    async def run(self, task: EpisodeTask) -> EpisodeResult:
+        """Run an episode to its end.
+
+        Raises:
+            RolloutFailed: the workers can no longer run episodes.
+        """
+        ...
+
+
+class TrainingBackend(RolloutBackend, Protocol):
+    """Backend that also stops episodes that are no longer of use."""
+
+    def set_bounds(self, bounds: VersionBounds) -> None:
+        """Stop training episodes with a token older than `bounds.oldest`; they end as `STALE`."""
+        ...
+
+    def abort(self, group: int) -> None:
+        """Stop all episodes of a training group; they end as `ABORTED`.
+
+        Episodes whose worker has died are reported without tokens.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,13 @@ from agenticrun_api import Pipeline
 from agenticrun_workers.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.rollout.controller import (
     Batch,
+    Group,
     RolloutController,
     RolloutCounts,
     RolloutPosition,
 )
-from agenticrun_workers.rollout.groups import EpisodeResult, Group, Stores
+from agenticrun_workers.rollout.groups import EpisodeResult
+from agenticrun_workers.rollout.trajectory_store import Stores
 from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.storage import Folder, UnusableStorage
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey, StopReason, Stream, Trajectory, Turn
@@ -264,7 +266,7 @@ class RecordingRollout:
         return replace(
             inner,
             pending_groups=tuple(
-                sorted({*inner.pending_groups, *(group.group for group in self._unwritten)})
+                sorted({*inner.pending_groups, *(group.number for group in self._unwritten)})
             ),
         )
 
@@ -368,7 +370,7 @@ class ReplayRollout:
                 for store, kept in by_store.items()
             )
         )
-        self.position = RolloutPosition(max(group.group for group in groups) + 1)
+        self.position = RolloutPosition(max(group.number for group in groups) + 1)
         return Batch(groups, RolloutCounts(), queue_depth=0)
 
     async def stop(self) -> None:

@@ -18,8 +18,8 @@ from agenticrun_api import Pipeline
 from agenticrun_api.environments import RewardSpec
 from agenticrun_workers.envs.calls import Outcome, attempt, in_task, one_line, raised
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.log_once import LogOnce
 from agenticrun_workers.plugins import PluginConfigError, PluginError
-from agenticrun_workers.rollout.log_once import LogOnce
 from agenticrun_workers.rollout.rewards.judge import (
     Judge,
     JudgedEpisode,

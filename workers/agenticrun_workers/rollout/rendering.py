@@ -1,4 +1,4 @@
-"""Frames of an episode, one per state, as an animated GIF."""
+"""An episode for its reader: as text, and as an animated GIF with one frame per state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from agenticrun_api.base import clean_text
+from agenticrun_workers.agents import ChatFormat
 from agenticrun_workers.envs import Renders
-from agenticrun_workers.rollout.log_once import LogOnce
+from agenticrun_workers.log_once import LogOnce
+from agenticrun_workers.types import Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -101,3 +104,51 @@ def _encoded(pictures: list[Image.Image]) -> bytes:
         buffer, "GIF", save_all=True, append_images=pictures[1:], duration=duration, loop=0
     )
     return buffer.getvalue()
+
+
+MAX_CHARACTERS = 32_768
+"""Length of a transcript. A longer one loses whole turns from the middle."""
+MAX_PART = 4_096
+"""Length of one prompt or answer. A longer one loses its middle."""
+
+
+def transcript(trajectory: Trajectory, chat: ChatFormat) -> str:
+    """Return a finished episode as text: its turns, rewards and stop reason."""
+    blocks = [_turn(number, turn, chat) for number, turn in enumerate(trajectory.turns, start=1)]
+    reason = (
+        f"{trajectory.stop_reason}: {clean_text(trajectory.error)}"
+        if trajectory.error
+        else trajectory.stop_reason.value
+    )
+    return "".join(
+        [*_within_bounds(blocks), f"--- end: {reason}, score {trajectory.score:.4g} ---\n"]
+    )
+
+
+def _turn(number: int, turn: Turn, chat: ChatFormat) -> str:
+    action = "none" if turn.action is None else repr(turn.action)
+    return (
+        f"--- turn {number} ---\n{_shortened(chat.shown(turn.prompt_T))}\n"
+        f"--- answer {number}: action {action}, {'valid' if turn.valid else 'not valid'}, "
+        f"reward {turn.reward:.4g} ---\n"
+        f"{_shortened(chat.shown(turn.response_T))}\n"
+    )
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_PART:
+        return text
+    half = MAX_PART // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def _within_bounds(blocks: list[str]) -> list[str]:
+    """Return the last turn and as many of the first turns as fit."""
+    room = MAX_CHARACTERS - sum(map(len, blocks[-1:]))
+    kept = 0
+    while kept < len(blocks) - 1 and len(blocks[kept]) <= room:
+        room -= len(blocks[kept])
+        kept += 1
+    left_out = len(blocks) - 1 - kept
+    gap = [f"--- {left_out} turns left out ---\n"] if left_out > 0 else []
+    return [*blocks[:kept], *gap, *blocks[-1:]]
