@@ -188,37 +188,33 @@ class EnvWorker(Traced):
             try:
                 if episode.cancelled:
                     raise asyncio.CancelledError
-                await self._play(episode)
-                await self._runner.judge(episode)
+                async with AsyncExitStack() as stack:
+                    with span("wait for a place"):
+                        episode.memory_wait = await stack.enter_async_context(self._places.place())
+                    trajectories = await self._runner.run(episode)
+                # After the place is free: judges may take long.
+                trajectories = await self._runner.judge(task, trajectories)
             except asyncio.CancelledError:  # only `abort` and `set_bounds` cancel it
-                episode.trajectories = [episode.abandoned()]
+                trajectories = [episode.abandoned()]
             finally:
                 del self._running[key, task.attempt]
                 self._count_episodes()
-            ending = episode.trajectories[-1]
+            ending = trajectories[-1]
             track.note(stop=ending.stop_reason.value, turns=len(ending.turns))
         keeps = key.stream is not Stream.VALIDATION
         result = self._runner.result(
-            episode, store=key.group % len(self._endpoints.stores) if keeps else -1
+            episode,
+            trajectories,
+            store=key.group % len(self._endpoints.stores) if keeps else -1,
         )
         if keeps and result.trainable:
             kept = {each.key for each in result.trajectories if each.trainable}
             self._unstored.append(
-                (
-                    [trajectory for trajectory in episode.trajectories if trajectory.key in kept],
-                    result,
-                )
+                ([trajectory for trajectory in trajectories if trajectory.key in kept], result)
             )
             self._unstored_event.set()
         else:
             self._outbox.put(result)
-
-    async def _play(self, episode: RunningEpisode) -> None:
-        """Run an episode when there is a place for it."""
-        async with AsyncExitStack() as stack:
-            with span("wait for a place"):
-                episode.memory_wait = await stack.enter_async_context(self._places.place())
-            await self._runner.run(episode)
 
     def _make_room(self) -> None:
         """Free idle environments and, unless that was done just now, objects in reference cycles.

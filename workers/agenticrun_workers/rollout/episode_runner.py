@@ -52,7 +52,7 @@ class Sources:
 
 @dataclass
 class RunningEpisode:
-    """State of one episode while it runs; `trajectories` is filled when it ends."""
+    """State of one episode while it runs."""
 
     task: EpisodeTask
     answers: list[Generation] = field(default_factory=list)
@@ -67,8 +67,6 @@ class RunningEpisode:
     cancelled: bool = False
     """True if it was stopped before that."""
     recorder: rendering.FrameRecorder | None = None
-    trajectories: list[Trajectory] = field(default_factory=list)
-    """At least one when the episode has ended."""
     memory_wait: float = 0.0
     """Seconds that it waited for memory of its pod before it began."""
 
@@ -152,19 +150,19 @@ class EpisodeRunner:
         """Take note of these policy versions, unless later ones are known."""
         self.bounds = self.bounds.later(bounds)
 
-    async def run(self, running: RunningEpisode) -> None:
-        """Run an episode to its end. Its errors become stop reasons."""
-        task, key = running.task, running.task.key
+    async def run(self, running: RunningEpisode) -> list[Trajectory]:
+        """Run an episode to its end, and return its trajectories: at least one.
+
+        Its errors become stop reasons.
+        """
+        task = running.task
         if task.demonstration:
             assert self._sources.demonstrations is not None
-            running.trajectories = [
-                self._sources.demonstrations.trajectory(key, task.tag, self._chat)
-            ]
-            return
+            return [self._sources.demonstrations.trajectory(task.key, task.tag, self._chat)]
         try:
-            running.trajectories = await self._collected(running)
+            return await self._collected(running)
         except EnvFault as fault:
-            running.trajectories = [_nothing(running, fault.reason, str(fault))]
+            return [_nothing(task, fault.reason, str(fault))]
         except BaseException as error:  # a user's agent may raise anything, cancellations included
             current = asyncio.current_task()
             assert current is not None
@@ -172,7 +170,7 @@ class EpisodeRunner:
                 raise
             message = one_line(error)
             self._report(f"an agent failed in {task.tag}: {message}")
-            running.trajectories = [_nothing(running, StopReason.ENV_ERROR, message)]
+            return [_nothing(task, StopReason.ENV_ERROR, message)]
 
     async def _collected(self, running: RunningEpisode) -> list[Trajectory]:
         task, key = running.task, running.task.key
@@ -223,20 +221,12 @@ class EpisodeRunner:
 
         return ranked
 
-    async def judge(self, running: RunningEpisode) -> None:
-        """Add the judges' scores to each trajectory. Random episodes are not judged."""
-        task = running.task
-        if (
-            not task.random_policy
-            and not task.demonstration
-            and self._sources.judges.judges(task.tag)
-        ):
-            with span("judge"):
-                running.trajectories = list(
-                    await asyncio.gather(
-                        *(self._judged(task, each) for each in running.trajectories)
-                    )
-                )
+    async def judge(self, task: EpisodeTask, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories with the judges' scores. Random episodes are not judged."""
+        if task.random_policy or task.demonstration or not self._sources.judges.judges(task.tag):
+            return trajectories
+        with span("judge"):
+            return await asyncio.gather(*(self._judged(task, each) for each in trajectories))
 
     async def _judged(self, task: EpisodeTask, trajectory: Trajectory) -> Trajectory:
         if not trajectory.stop_reason.trainable:
@@ -245,21 +235,25 @@ class EpisodeRunner:
             trajectory, judged_episode(trajectory, self._chat, self._item(task))
         )
 
-    def result(self, running: RunningEpisode, store: int) -> EpisodeResult:
+    def result(
+        self, running: RunningEpisode, trajectories: list[Trajectory], store: int
+    ) -> EpisodeResult:
         """Return the scalars, with transcript and frames if requested.
 
         Malformed trajectories of an agent become env_error.
         """
         try:
-            return self._result(running, store)
+            return self._result(running, trajectories, store)
         except Exception as error:  # an agent is a user's code and may return anything
             self._report(
                 f"an agent of {running.task.tag} returned no good trajectory: {one_line(error)}"
             )
-            running.trajectories = [_nothing(running, StopReason.ENV_ERROR, one_line(error))]
-            return self._result(running, store)
+            nothing = _nothing(running.task, StopReason.ENV_ERROR, one_line(error))
+            return self._result(running, [nothing], store)
 
-    def _result(self, running: RunningEpisode, store: int) -> EpisodeResult:
+    def _result(
+        self, running: RunningEpisode, trajectories: list[Trajectory], store: int
+    ) -> EpisodeResult:
         task = running.task
         results = [
             EpisodeResult.of(
@@ -268,7 +262,7 @@ class EpisodeRunner:
                 store=store,
                 transcript=rendering.transcript(trajectory, self._chat) if task.transcript else "",
             )
-            for trajectory in running.trajectories
+            for trajectory in trajectories
         ]
         frames = rendering.animated_gif(running.recorder.frames) if running.recorder else b""
         episode = as_episode(results)
@@ -304,8 +298,8 @@ def _numbered(key: EpisodeKey, made: Trajectory | Sequence[Trajectory]) -> list[
     ]
 
 
-def _nothing(running: RunningEpisode, reason: StopReason, error: str) -> Trajectory:
-    return Trajectory(running.task.key, running.task.tag, (), reason, error=error)
+def _nothing(task: EpisodeTask, reason: StopReason, error: str) -> Trajectory:
+    return Trajectory(task.key, task.tag, (), reason, error=error)
 
 
 MAX_TURNS_RANKED = 1024
