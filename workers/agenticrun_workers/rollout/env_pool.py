@@ -128,9 +128,9 @@ class _Worker:
     watcher: asyncio.Task[None] = field(init=False)
     """Collects its results."""
     bounds: VersionBounds = field(default_factory=VersionBounds)
-    """The newest that it has heard of."""
-    telling: asyncio.Task[None] | None = None
-    """The call that tells it newer bounds."""
+    """The newest that it has."""
+    sending_bounds: asyncio.Task[None] | None = None
+    """Sends it newer bounds."""
 
     @property
     def tasks(self) -> list[_Open]:
@@ -347,11 +347,11 @@ class EnvPool(TrainingBackend):
         return worker.handle.call(lambda actor: actor.set_endpoints(endpoints))
 
     def _send_bounds(self, worker: _Worker) -> None:
-        """Tell a worker the bounds, one call at a time: they would pile up at a stopped one."""
-        if worker.telling is None or worker.telling.done():
-            worker.telling = self._watch_over(self._tell_bounds(worker))
+        """Send a worker the bounds, one call at a time: calls would pile up at a stopped one."""
+        if worker.sending_bounds is None or worker.sending_bounds.done():
+            worker.sending_bounds = self._watch_over(self._send_newer_bounds(worker))
 
-    async def _tell_bounds(self, worker: _Worker) -> None:
+    async def _send_newer_bounds(self, worker: _Worker) -> None:
         with suppress(ActorDied):  # `_watch` handles dead workers
             while worker.bounds != self._bounds:
                 bounds = self._bounds
@@ -469,7 +469,7 @@ class EnvPool(TrainingBackend):
         """
         lost = {opened.task.key for opened in worker.tasks if not opened.done.done()}
         calls = (
-            store.call(lambda keeper: keeper.refuse(worker.number, lost))
+            store.call(lambda actor: actor.refuse(worker.number, lost))
             for store in self._endpoints.stores
         )
         await asyncio.gather(*calls)

@@ -137,7 +137,7 @@ class EnvWorker(Traced):
         """Start a packed `list[EpisodeTask]`. `collect` returns one result for each."""
         await self._has_endpoints.wait()
         for task in unpack(tasks):
-            self._runner.learn(VersionBounds(newest=task.engine_version))
+            self._runner.raise_bounds(VersionBounds(newest=task.engine_version))
             episode = RunningEpisode(task)
             episode.coroutine = asyncio.create_task(self._run_episode(episode))
             self._running[task.key, task.attempt] = episode
@@ -151,7 +151,7 @@ class EnvWorker(Traced):
 
     async def set_bounds(self, bounds: VersionBounds) -> None:
         """Stop training episodes with a token older than `bounds.oldest`; they end as stale."""
-        self._runner.learn(bounds)
+        self._runner.raise_bounds(bounds)
         for episode in list(self._running.values()):
             episode.stop_if_older(self._runner.bounds.oldest)
 
@@ -245,7 +245,7 @@ class EnvWorker(Traced):
             number, stores = self._endpoints.worker, self._endpoints.stores
             await asyncio.gather(
                 *(
-                    stores[store].call(lambda keeper: keeper.put(pack(kept), number))
+                    stores[store].call(lambda actor: actor.put(pack(kept), number))
                     for store, kept in by_store.items()
                 )
             )

@@ -146,8 +146,8 @@ class EpisodeRunner:
         self.bounds = VersionBounds()
         self._report = LogOnce(log.exception)
 
-    def learn(self, bounds: VersionBounds) -> None:
-        """Take note of these policy versions, unless later ones are known."""
+    def raise_bounds(self, bounds: VersionBounds) -> None:
+        """Take these policy versions, unless later ones are known."""
         self.bounds = self.bounds.later(bounds)
 
     async def run(self, running: RunningEpisode) -> list[Trajectory]:
@@ -215,7 +215,7 @@ class EpisodeRunner:
                 generation = await generate(replace(request, priority=priority))
             running.answers.append(generation)
             if len(generation.versions_T):
-                self.learn(VersionBounds(newest=int(generation.versions_T.max())))
+                self.raise_bounds(VersionBounds(newest=int(generation.versions_T.max())))
             running.stop_if_older(self.bounds.oldest)
             return generation
 

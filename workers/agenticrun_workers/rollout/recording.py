@@ -155,11 +155,11 @@ def decode(content: bytes) -> RecordedStep:
         raise ValueError(
             f"format {header['format']} is not {FORMAT}, the one that this version reads"
         )
-    said = [
+    actions, engines = (
         list(chain.from_iterable(entry[name] for entry in header["trajectories"]))
         for name in ("actions", "engines")
-    ]
-    turns = _turns(arrays, *said)
+    )
+    turns = _turns(arrays, actions, engines)
     trajectories = tuple(
         Trajectory(
             key=EpisodeKey(
@@ -328,9 +328,9 @@ class ReplayRollout:
             recording = Recording(uri)
         except UnusableStorage as error:
             raise InvalidConfig(REPLAY_FIELD, str(error)) from error
-        there = set(await asyncio.to_thread(recording.steps))
+        recorded = set(await asyncio.to_thread(recording.steps))
         missing = [
-            number for number in range(step + 1, pipeline.max_steps + 1) if number not in there
+            number for number in range(step + 1, pipeline.max_steps + 1) if number not in recorded
         ]
         if missing:
             found = await asyncio.to_thread(recording.describe)
@@ -366,7 +366,7 @@ class ReplayRollout:
             by_store[_store(trajectory.key, len(self._stores))].append(trajectory)
         await asyncio.gather(
             *(
-                self._stores[store].call(lambda keeper: keeper.put(pack(kept)))
+                self._stores[store].call(lambda actor: actor.put(pack(kept)))
                 for store, kept in by_store.items()
             )
         )
@@ -395,7 +395,7 @@ async def fetch(stores: Stores, results: list[EpisodeResult]) -> list[Trajectory
     for result in results:
         by_store[result.store].append(result.key)
     parts = await asyncio.gather(
-        *(stores[store].call(lambda keeper: keeper.get(keys)) for store, keys in by_store.items())
+        *(stores[store].call(lambda actor: actor.get(keys)) for store, keys in by_store.items())
     )
     found = {trajectory.key: trajectory for part in parts for trajectory in unpack(part)}
     return [found[result.key] for result in results]

@@ -66,7 +66,7 @@ class JudgePanel:
 
     def judges(self, tag: str) -> bool:
         """Return True if any judge scores this environment's episodes."""
-        return any(seat.looks_at(tag) for seat in self._queues)
+        return any(queue.scores_tag(tag) for queue in self._queues)
 
     async def close(self) -> None:
         """Close the judges that have something to close. Raises nothing."""
@@ -86,12 +86,12 @@ class JudgePanel:
         """
         if not trajectory.turns:
             return trajectory
-        seats = [seat for seat in self._queues if seat.looks_at(trajectory.tag)]
-        verdicts = await asyncio.gather(*(seat.verdict(episode) for seat in seats))
+        queues = [queue for queue in self._queues if queue.scores_tag(trajectory.tag)]
+        verdicts = await asyncio.gather(*(queue.verdict(episode) for queue in queues))
         metrics = dict(trajectory.metrics)
         added, failures = 0.0, []
-        for seat, verdict in zip(seats, verdicts, strict=True):
-            name = seat.spec.name
+        for queue, verdict in zip(queues, verdicts, strict=True):
+            name = queue.spec.name
             metrics |= {
                 f"judge/{name}/seconds": verdict.seconds,
                 f"judge/{name}/cached": float(verdict.cached),
@@ -100,7 +100,7 @@ class JudgePanel:
             weighted = (
                 score
                 if isinstance(score, JudgeFailed)
-                else checked(seat.spec.weight * score, "its weighted score is")
+                else checked(queue.spec.weight * score, "its weighted score is")
             )
             if isinstance(score, JudgeFailed) or isinstance(weighted, JudgeFailed):
                 metrics[f"judge/{name}/failures"] = 1.0
@@ -146,7 +146,7 @@ class _JudgeQueue:
     def __post_init__(self) -> None:
         self._free = asyncio.Semaphore(self.judge.calls_at_once)
 
-    def looks_at(self, tag: str) -> bool:
+    def scores_tag(self, tag: str) -> bool:
         return not self.spec.tags or tag in self.spec.tags
 
     async def verdict(self, episode: JudgedEpisode) -> _Verdict:
