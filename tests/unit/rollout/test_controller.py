@@ -13,6 +13,7 @@ import pytest
 
 from agenticrun_workers.rollout.controller import (
     Group,
+    GroupState,
     RolloutController,
     RolloutPosition,
     StalenessGate,
@@ -68,6 +69,7 @@ class Run:
 
     async def batch(self) -> list[int]:
         batch = await asyncio.wait_for(self.controller.batch(), 60)
+        assert {group.state for group in batch.groups} == {GroupState.SERVED}
         return [group.number for group in batch.groups]
 
 
@@ -229,6 +231,9 @@ async def no_drop(stale: list[EpisodeResult]) -> None:
     raise AssertionError(f"{stale} run again")
 
 
+async def any_drop(stale: list[EpisodeResult]) -> None: ...
+
+
 async def test_only_the_members_that_are_too_old_run_again() -> None:
     backend = Scripted([(GOOD, 0), (GOOD, 2)], [(GOOD, 1)], [(StopReason.STALE, 0), (GOOD, 2)])
     backend.set_bounds(VersionBounds(oldest=1, newest=2))
@@ -261,9 +266,7 @@ async def test_a_member_starts_again_at_once_while_the_others_still_run(reason: 
     backend = Uneven([(reason, 0), (reason, 0), (GOOD, 0)], [(GOOD, 0)])
     group = Group.of(GroupPlan(("A",), 2), 0)
 
-    async def drop(stale: list[EpisodeResult]) -> None: ...
-
-    running = asyncio.create_task(group.run(backend, VersionBounds(), drop))
+    running = asyncio.create_task(group.run(backend, VersionBounds(), any_drop))
     await settled()
     assert [result.key.member for result in group.kept] == [0]
     slow.set()
@@ -306,10 +309,8 @@ async def test_the_seed_of_a_member_does_not_depend_on_the_others() -> None:
     stale, error = StopReason.STALE, StopReason.ENV_ERROR
     backend = Scripted([(stale, 0), (stale, 0), (GOOD, 0)], [(error, 0), (GOOD, 0)], [(GOOD, 0)])
 
-    async def drop(stale: list[EpisodeResult]) -> None: ...
-
     group = Group.of(GroupPlan(("A",), 3), 0)
-    await group.run(backend, VersionBounds(), drop)
+    await group.run(backend, VersionBounds(), any_drop)
     assert [r.attempt for r in group.results] == [2, 1, 0]
 
 
@@ -345,10 +346,8 @@ async def test_growing_too_old_uses_up_no_reroll() -> None:
     script = [(StopReason.STALE, 0), (StopReason.TIMEOUT, 0)] * 2
     backend = Scripted([(GOOD, 0)], script, [(GOOD, 0)])
 
-    async def drop(stale: list[EpisodeResult]) -> None: ...
-
     group = Group.of(GroupPlan(("A",), 3, max_rerolls=1), 0)
-    await group.run(backend, VersionBounds(), drop)
+    await group.run(backend, VersionBounds(), any_drop)
     assert sorted(runs_of(backend, 0)) == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0)]
     assert group.rerolled == 1
     assert [r.key.member for r in group.results] == [0, 2]

@@ -234,7 +234,7 @@ SEGMENT_BYTES = 64 << 20
 
 
 class DamagedBlock(Exception):
-    """The disk returned other bytes than it got."""
+    """The disk returned other bytes than were written."""
 
 
 class HungDisk(OSError):
