@@ -39,8 +39,6 @@ from agenticrun_workers.models.tokenizer import load_tokenizer
 from agenticrun_workers.rollout.controller import Group
 from agenticrun_workers.rollout.env_worker import build_agents, describe_envs
 from agenticrun_workers.rollout.groups import EpisodeResult, tag_cycle
-from agenticrun_workers.serialization import pack, unpack
-from agenticrun_workers.trainer.batch import ScoredBatch
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.trainer.rank import CRITIC, REFERENCE
 from agenticrun_workers.types import EpisodeKey, Stream, Trajectory
@@ -196,9 +194,9 @@ class Learner:
         results = [result for group in groups for result in group.results]
         self._trainer.held = {trajectory.key: trajectory for trajectory in played}
         [plan] = plan_batch(self._pipeline, groups, 1, version)
-        scored: ScoredBatch = unpack(self._trainer.score(pack(plan)))
+        scored = self._trainer.score(plan)
         credits = credit_turns(self._pipeline, results, scored.kl, self._kl.coef)
-        self._trainer.compute_advantages(pack(credits))
+        self._trainer.compute_advantages(credits)
         if self._pipeline.uses_critic:
             self._trainer.train_critic()
         self._trainer.train_actor(version, version > self._pipeline.critic_warmup)

@@ -34,7 +34,7 @@ from agenticrun_workers.inference.engine import SupportsBroadcast
 from agenticrun_workers.inference.server_process import ServerProcess, listeners
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.launch import Node, liveness
-from agenticrun_workers.launch.launcher import shared_node
+from agenticrun_workers.launch.node import shared_node
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.types import FinishReason
 from agenticrun_workers.weights.collective import WeightGroup

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agenticrun_api import Role
@@ -20,6 +21,7 @@ from agenticrun_workers.launch import (
     Launcher,
     OtherActorDied,
     current_node,
+    packed,
 )
 
 CHOICE = ContextVar("choice", default="")
@@ -62,6 +64,14 @@ class Counter:
 
     def both(self) -> tuple[int, str]:
         return self._value, str(self._value)
+
+    @packed
+    def negate(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        return [-array for array in arrays]
+
+    @packed
+    def halves(self, arrays: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+        return arrays[:1], arrays[1]
 
     def count(self, last: int) -> Iterator[int]:
         for number in range(last):  # noqa: UP028  (Ray sends to generators, which a range cannot take)
@@ -117,6 +127,10 @@ class Keeper:
     async def put(self, name: str, value: int) -> None:
         self._values[name] = value
         self._changed.set()
+
+    @packed
+    async def last(self, *, arrays: list[np.ndarray]) -> np.ndarray:
+        return arrays[-1]
 
     async def get(self, name: str) -> int:
         while name not in self._values:
@@ -321,6 +335,20 @@ class LauncherConformance:
         number, text = counter.call_pair(lambda actor: actor.both())
         assert (await soon(number), await soon(text)) == (10, "10")
         assert await soon(counter.call(lambda actor: actor.add(number.as_argument()))) == 30
+
+    async def test_packed_methods_take_and_return_values_results_and_pairs(
+        self, launcher: Launcher, counter: ActorHandle[Counter], keeper: ActorHandle[Keeper]
+    ) -> None:
+        one, two = np.arange(3), np.zeros((2, 0), np.float32)
+        negated = counter.call(lambda actor: actor.negate(one, two))
+        assert [array.tolist() for array in await soon(negated)] == [[0, -1, -2], [[], []]]
+        assert (await soon(negated))[1].dtype == np.float32
+        for arrays in (negated, launcher.put([one, -one])):
+            last = keeper.call(lambda actor, a=arrays: actor.last(arrays=a.as_argument()))  # type: ignore[misc]
+            assert (await soon(last)).tolist() == (await soon(arrays))[1].tolist()
+        first, second = counter.call_pair(lambda actor: actor.halves(negated.as_argument()))
+        assert [array.tolist() for array in await soon(first)] == [[0, -1, -2]]
+        assert (await soon(second)).shape == (2, 0)
 
     async def test_a_generator_streams(
         self, counter: ActorHandle[Counter], keeper: ActorHandle[Keeper]

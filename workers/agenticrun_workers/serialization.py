@@ -1,4 +1,4 @@
-"""Serialization of lists of small values between actors: one block of bytes per call.
+"""Serialization of lists of small values between actors: one block of bytes each.
 
 Ray sends every NumPy array out of band, which pays off for large arrays. A rollout message is
 hundreds of arrays of a few numbers each; one pickle of them all is about ten times faster.

@@ -32,7 +32,7 @@ from agenticrun_workers.inference import server_process
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.slow_engines import SlowEngines
 from agenticrun_workers.launch import Node
-from agenticrun_workers.launch.launcher import shared_node
+from agenticrun_workers.launch.node import shared_node
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.source import ModelSource

@@ -23,7 +23,7 @@ from agenticrun_workers.agents.outside import agent as outside_agent
 from agenticrun_workers.agents.outside import endpoint
 from agenticrun_workers.agents.outside.messages import ApiError
 from agenticrun_workers.envs import Env
-from agenticrun_workers.launch.launcher import Node
+from agenticrun_workers.launch.node import Node
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, StopReason
 from outside_agents import (
     EPISODE,

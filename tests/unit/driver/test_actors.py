@@ -5,22 +5,29 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agenticrun_api import Role, parse_run
-from agenticrun_workers.driver.actors import RunActors, _until_death, torch_threads
+from agenticrun_workers.driver.actors import ActorStarter, torch_threads
+from agenticrun_workers.driver.pools import ActorPools
+from agenticrun_workers.driver.start_up import check_fit, running_actors, until_death
 from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.launch import ActorUnavailable
 from agenticrun_workers.launch.liveness import FROZEN_POLLS, POLL_SECONDS
 from agenticrun_workers.models.source import ModelSource, ModelSources, TokenizerCorpus
 from agenticrun_workers.placement import Placement
+from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.sizing.models import run_shapes
+from agenticrun_workers.trainer.policy_rank import TrainerActor
 from rollout_fakes import Remote
 from runs import Change, run_with
 from virtual_clock import on_virtual_clock
+from waiting import eventually_in_loop
 
 LIMIT = FROZEN_POLLS * POLL_SECONDS
 
@@ -38,7 +45,7 @@ def test_a_store_may_take_any_time_to_start_and_is_given_up_when_it_freezes_late
     async def watch() -> float:
         store = Remote(Store())
         with pytest.raises(ActorUnavailable, match="has not answered for 60 s"):
-            await _until_death(store)
+            await until_death(store)
         assert store.killed
         return asyncio.get_running_loop().time()
 
@@ -71,18 +78,80 @@ async def test_nobody_keeps_the_handle_of_an_env_worker_that_is_gone() -> None:
         def offers(self, node_id: str) -> tuple[str, ...]:
             return (Role.ENV.value,)
 
-    actors = RunActors(parse_run(run_with()), Launcher())
+    run = parse_run(run_with())
+    starter = ActorStarter(run.spec, Launcher())
+    pools = ActorPools(run, starter)
     source: Any = SimpleNamespace(tokenizer=lambda: None)
-    actors._source.set_result(source)
-    handles: list[Any] = [await actors._spawn_env_worker() for _ in range(3)]
-    assert (len(actors._actors), len(actors._places)) == (3, 3)
+    pools.source.set_result(source)
+    handles: list[Any] = [await pools._spawn_env_worker() for _ in range(3)]
+    assert (len(starter._actors), len(starter._places)) == (3, 3)
     del handles[:2]
     await asyncio.sleep(0)
     gc.collect()
-    assert (list(actors._actors), list(actors._places)) == (handles, handles)
-    assert actors._vacant(Role.ENV, handles) == ["pod-1", "pod-2"]
-    await actors.stop()
+    assert (list(starter._actors), list(starter._places)) == (handles, handles)
+    assert starter.vacant_pods(Role.ENV, handles) == ["pod-1", "pod-2"]
+    await pools.stop()
+    starter.kill_all()
     assert handles[0].killed
+
+
+class Starting:
+    """An actor that never has a place."""
+
+    async def placement(self) -> Any:
+        await asyncio.Event().wait()
+
+
+class FailingWorker(Starting):
+    """An env worker whose environment does not work."""
+
+    async def placement(self) -> Any:
+        return Placement("worker", Role.ENV, "node", "pod", 1)
+
+    async def describe(self) -> TokenizerCorpus:
+        raise InvalidConfig("spec.pipeline.envs", "no such level") from OSError("no file")
+
+
+class LauncherOf:
+    """Starts such actors of the driver's classes, else `Starting`."""
+
+    def __init__(self, actors: dict[type, Any] | None = None) -> None:
+        self._actors = actors or {}
+        self.started: list[tuple[type, Remote]] = []
+
+    def start(self, *args: Any, **_: Any) -> Any:
+        cls: type = args[1]
+        handle = Remote(self._actors.get(cls, Starting)())
+        self.started.append((cls, handle))
+        return handle
+
+    def put(self, value: Any) -> Any:
+        raise AssertionError
+
+    def offers(self, node_id: str) -> tuple[str, ...]:
+        return (Role.ENV.value,)
+
+
+async def test_a_start_that_fails_raises_its_error_and_ends_all_actors() -> None:
+    launcher = LauncherOf({EnvWorker: FailingWorker})
+    with pytest.raises(InvalidConfig, match="no such level") as raised:
+        async with running_actors(parse_run(run_with()), launcher):
+            raise AssertionError("it has not started")
+    assert isinstance(raised.value.__cause__, OSError)
+    assert {cls for cls, _ in launcher.started} == {EnvWorker, EngineActor, TrainerActor}
+    assert all(handle.killed for _, handle in launcher.started)
+
+
+async def test_a_start_that_is_given_up_ends_all_actors() -> None:
+    launcher = LauncherOf()
+    async with AsyncExitStack() as stack:
+        actors = running_actors(parse_run(run_with()), launcher)
+        starting = asyncio.create_task(stack.enter_async_context(actors))
+        await eventually_in_loop(lambda: len(launcher.started) == 3, 60, "three actors start")
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert all(handle.killed for _, handle in launcher.started)
 
 
 CPUS: tuple[Change, ...] = (
@@ -121,14 +190,12 @@ class RankWithGpu:
         return *self._gpu, dict.fromkeys((Role.TRAINER, Role.REFERENCE, Role.CRITIC), policy)
 
 
-async def check_fit(gpu: tuple[str, int] | None, *changes: Change) -> int:
+async def times_described(gpu: tuple[str, int] | None, *changes: Change) -> int:
     run = parse_run(run_with(*GPU_RUN, *changes), local=True)
-    launcher: Any = None
-    actors = RunActors(run, launcher)
     rank = RankWithGpu(gpu)
     remote: Any = Remote(rank)
     source = ModelSource.of(run.spec.model)
-    await actors._check_fit(remote, ModelSources.of(source, run.spec.pipeline))
+    await check_fit(run, remote, ModelSources.of(source, run.spec.pipeline))
     return rank.asked
 
 
@@ -136,21 +203,21 @@ async def test_a_model_that_its_gpu_cannot_hold_is_refused_before_it_is_loaded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(InvalidConfig, match=r"needs .* GiB .*AdamW 61\.0.* has 79\.6 GiB.*; with"):
-        await check_fit(("NVIDIA H100 80GB HBM3", 81_559 * 2**20))
+        await times_described(("NVIDIA H100 80GB HBM3", 81_559 * 2**20))
     caplog.clear()
     caplog.set_level("INFO")
     lora = ("spec.pipeline.actorTrain", {"lora": {"rank": 16}})
     large = ("NVIDIA B200", 183_359 * 2**20)
-    assert await check_fit(large, lora) == 1
+    assert await times_described(large, lora) == 1
     (line,) = (record.message for record in caplog.records if "plan for" in record.message)
     assert line.startswith("plan for NVIDIA B200: trainer: the GPU of the rank needs ")
     assert re.search(r"a step takes [0-9.]+ s at least$", line)
 
 
 async def test_without_gpus_no_fit_is_checked() -> None:
-    assert await check_fit(None) == 1
+    assert await times_described(None) == 1
     cpus: Change = ("spec.roles", {"trainer": {}, "inference": {}})
-    assert await check_fit(("NVIDIA L4", 1), cpus) == 0
+    assert await times_described(("NVIDIA L4", 1), cpus) == 0
 
 
 def threads(*changes: Change) -> tuple[int, int]:

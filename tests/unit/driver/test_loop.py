@@ -72,8 +72,8 @@ class Run:
     """A loop on fakes. `events` is what happened, in order."""
 
     count = 1
-    ejected_seconds = 0.0
     """Number of engines."""
+    ejected_seconds = idle_seconds = 0.0
 
     def __init__(
         self,
@@ -118,8 +118,7 @@ class Run:
             rollout=self.rollout,
             validator=Validator(self.backend, self.pipeline),
             warmup=self,  # type: ignore[arg-type]
-            discard=self.discard,
-            actor_metrics=self.actor_metrics,
+            actors=self,
             checkpoints=self.store,
             trackers=[self],
             samples=SampleWriter(folder, Tracking(), self.pipeline),
@@ -127,7 +126,6 @@ class Run:
                 self.sink, AttemptId("uid", "run-1", 1), self.pipeline.max_steps, generation=1
             ),
             requests=self.requests,
-            idle_seconds=lambda: 0.0,
             restarted=restarted,
             failures=[self.failure],
             devices=devices,
@@ -193,7 +191,7 @@ class Run:
         (Path(folder) / "rank-0").touch()
         self.events.append(f"save {Path(folder).parent.name}")
 
-    async def actor_metrics(self) -> Metrics:
+    async def metrics(self) -> Metrics:
         return {"rollout/spilled_trajectories": 0.0}
 
     async def discard(self, results: list[EpisodeResult]) -> None:

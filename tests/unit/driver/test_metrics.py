@@ -6,6 +6,7 @@ import ast
 import math
 import re
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,18 @@ def test_engines_tell_speed_queue_and_how_busy_they_were_also_one_that_is_new() 
     assert engine_metrics(before, {}, {}) == {}
 
 
+class Fleet:
+    """Two engines, and the episodes that need them."""
+
+    def __init__(self, stats: Callable[[], Awaitable[dict[str, EngineStats]]]) -> None:
+        self._stats = stats
+        self.count = 2
+        self.ejected_seconds = self.idle_seconds = 0.0
+
+    async def stats(self) -> dict[str, EngineStats]:
+        return await self._stats()
+
+
 async def test_utilization_counts_seats_and_not_engines_with_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -238,7 +251,8 @@ async def test_utilization_counts_seats_and_not_engines_with_a_request(
         return dict(stats)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0, lambda: 2)
+    fleet = Fleet(read)
+    measured = EngineTime(fleet, fleet)
     now = 5.0
     await measured.metrics()
     now = 15.0
@@ -265,7 +279,7 @@ def test_the_use_of_the_caches_is_the_mean_of_the_step_s_polls() -> None:
 
 async def test_the_time_of_idle_engines_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines for ten seconds: 2 of a sync, 3 without an episode, 5 with."""
-    now = without = ejected = 0.0
+    now = 0.0
     stats: dict[str, EngineStats] = {
         "engine-0": engine_stats(0, 0.0, seats=3),
         "engine-1": engine_stats(0, 0.0, seats=1),
@@ -275,10 +289,11 @@ async def test_the_time_of_idle_engines_is_explained(monkeypatch: pytest.MonkeyP
         return dict(stats)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: without, lambda: 2, lambda: ejected)
+    fleet = Fleet(read)
+    measured = EngineTime(fleet, fleet)
     async with measured.syncing():
-        now = without = 2.0  # nothing is in flight during the sync
-    now, without = 10.0, 5.0
+        now = fleet.idle_seconds = 2.0  # nothing is in flight during the sync
+    now, fleet.idle_seconds = 10.0, 5.0
     stats["engine-0"] = engine_stats(0, 4.0, seats=3, seat_seconds=6.0)
     found = await measured.metrics()
     shares = {name: share for name, share in found.items() if name.startswith("rollout/idle/")}
@@ -290,7 +305,7 @@ async def test_the_time_of_idle_engines_is_explained(monkeypatch: pytest.MonkeyP
         "rollout/idle/lost": 0.0,
     }
     assert sum(shares.values()) + found["rollout/utilization"] == pytest.approx(1)
-    now, ejected = 20.0, 5.0
+    now, fleet.ejected_seconds = 20.0, 5.0
     found = await measured.metrics()
     assert found["rollout/idle/env"] == pytest.approx(0.75), "the first ten seconds are told"
     assert found["rollout/idle/lost"] == pytest.approx(0.25), "one of two was slow for half of it"
@@ -306,7 +321,8 @@ async def test_a_sync_beside_running_episodes_leaves_the_engines_only_for_its_ow
         return dict(stats)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0, lambda: 2)
+    fleet = Fleet(read)
+    measured = EngineTime(fleet, fleet)
     async with measured.syncing():
         now = 4.0  # the engine samples while weights travel, and is held for a second
         stats["engine-0"] = engine_stats(0, 3.0, seat_seconds=3.0)
@@ -343,7 +359,8 @@ async def test_the_time_of_an_engine_that_dies_and_of_its_replacement_is_lost_an
         return [round(share, 9) for share in (found["rollout/utilization"], *idle)]
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0, lambda: 2)
+    fleet = Fleet(read)
+    measured = EngineTime(fleet, fleet)
     for engine in ("engine-0", "engine-1"):
         stats[engine] = engine_stats(0, 0.0)
     now = 4.0
@@ -383,7 +400,8 @@ async def test_an_engine_that_misses_a_reading_counts_each_second_once(
         return dict(stats)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0, lambda: 2)
+    fleet = Fleet(read)
+    measured = EngineTime(fleet, fleet)
     now = 10.0
     stats["engine-0"] = engine_stats(100, 10.0, seat_seconds=10.0, aborted_tokens=1)
     found = await measured.metrics()
@@ -406,17 +424,18 @@ async def test_an_engine_that_misses_a_reading_counts_each_second_once(
 async def test_an_engine_that_is_no_longer_wanted_is_not_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, wanted = 0.0, 2
+    now = 0.0
     stats = {f"engine-{number}": engine_stats(0, 0.0) for number in range(2)}
 
     async def read() -> dict[str, EngineStats]:
         return dict(stats)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0, lambda: wanted)
+    fleet = Fleet(read)
+    measured = EngineTime(fleet, fleet)
     now = 10.0
     await measured.metrics()
-    wanted = 1
+    fleet.count = 1
     del stats["engine-1"]
     now = 20.0
     stats["engine-0"] = engine_stats(0, 10.0, seat_seconds=10.0)
@@ -425,7 +444,7 @@ async def test_an_engine_that_is_no_longer_wanted_is_not_lost(
     stats["engine-0"] = engine_stats(0, 20.0, seat_seconds=20.0)
     found = await measured.metrics()
     assert (found["rollout/utilization"], found["rollout/idle/lost"]) == (1.0, 0.0)
-    wanted = 2
+    fleet.count = 2
     now = 40.0
     stats["engine-0"] = engine_stats(0, 30.0, seat_seconds=30.0)
     assert (await measured.metrics())["rollout/idle/lost"] == 0.5, "one is wanted and not there"
@@ -445,7 +464,8 @@ async def test_the_wait_for_an_engine_that_does_not_answer_counts_for_no_other(
         return answers
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0, lambda: 2)
+    fleet = Fleet(read)
+    measured = EngineTime(fleet, fleet)
     now = 10.0
     stats["engine-0"] = engine_stats(0, 10.0, seat_seconds=10.0)
     found = await measured.metrics()
@@ -466,7 +486,8 @@ async def test_engines_that_are_gone_are_forgotten_and_the_whole_stays_the_same(
         return dict(stats)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    measured = EngineTime(read, lambda: 0.0, lambda: 2)
+    fleet = Fleet(read)
+    measured = EngineTime(fleet, fleet)
     for step in range(100):  # each engine dies after a step
         now += 10.0
         stats.clear()

@@ -8,9 +8,10 @@ import pytest
 
 from agenticrun_api import Role, parse_run
 from agenticrun_workers.driver.__main__ import with_replicas
-from agenticrun_workers.driver.actors import RunActors
+from agenticrun_workers.driver.actors import ActorStarter
+from agenticrun_workers.driver.pools import ActorPools
 from rollout_fakes import Mute, Remote
-from runs import run_with
+from runs import Change, run_with
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,11 @@ class Idle:
         return ()
 
 
+def idle_pools(*changes: Change) -> ActorPools:
+    run = parse_run(run_with(*changes))
+    return ActorPools(run, ActorStarter(run.spec, Idle()))
+
+
 DETERMINISTIC = ("spec.pipeline.deterministic", True)
 BROADCAST = ("spec.pipeline.weightSync", {"transport": "Broadcast"})
 
@@ -49,15 +55,15 @@ BROADCAST = ("spec.pipeline.weightSync", {"transport": "Broadcast"})
 async def test_roles_that_cannot_change_keep_their_numbers_and_say_why(
     change: tuple[str, Any], fixed: set[Role]
 ) -> None:
-    actors = RunActors(parse_run(run_with(change)), Idle())
-    actors.resize({Role.ENV: 2, Role.INFERENCE: 2})
-    pools = actors.pools
-    assert {role for role, pool in pools.items() if pool.fixed} == fixed
-    assert {role for role, pool in pools.items() if pool.replicas == 1} == fixed
-    await actors.stop()
+    pools = idle_pools(change)
+    pools.resize({Role.ENV: 2, Role.INFERENCE: 2})
+    status = pools.status
+    assert {role for role, pool in status.items() if pool.fixed} == fixed
+    assert {role for role, pool in status.items() if pool.replicas == 1} == fixed
+    await pools.stop()
 
 
 async def test_colocated_engines_have_no_number_of_their_own() -> None:
-    actors = RunActors(parse_run(run_with(("spec.placement", "Colocated"))), Idle())
-    assert list(actors.pools) == [Role.ENV]
-    await actors.stop()
+    pools = idle_pools(("spec.placement", "Colocated"))
+    assert list(pools.status) == [Role.ENV]
+    await pools.stop()

@@ -25,7 +25,7 @@ from agenticrun_workers.inference.request_port import (
     connect,
 )
 from agenticrun_workers.launch import Node
-from agenticrun_workers.launch.launcher import shared_node
+from agenticrun_workers.launch.node import shared_node
 from agenticrun_workers.types import (
     FinishReason,
     Generation,

@@ -27,8 +27,8 @@ from agenticrun_workers.inference.slow_engines import (
     SlowEngines,
 )
 from agenticrun_workers.launch import Node
-from agenticrun_workers.launch.launcher import shared_node
 from agenticrun_workers.launch.liveness import POLL_SECONDS
+from agenticrun_workers.launch.node import shared_node
 from agenticrun_workers.placement import Placement
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from rollout_fakes import Remote

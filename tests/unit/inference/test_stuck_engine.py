@@ -15,7 +15,7 @@ from agenticrun_workers.inference import EngineError
 from agenticrun_workers.inference.actor import MIN_PREFILL, EngineActor
 from agenticrun_workers.inference.engine import STEP_SECONDS, EngineStats
 from agenticrun_workers.launch import Node
-from agenticrun_workers.launch.launcher import shared_node
+from agenticrun_workers.launch.node import shared_node
 from virtual_clock import on_virtual_clock
 
 HOUR = 3600.0

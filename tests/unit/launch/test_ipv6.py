@@ -14,7 +14,7 @@ from agenticrun_api.names import Role
 from agenticrun_workers.agents.outside import endpoint
 from agenticrun_workers.inference.request_port import RequestPort, connect
 from agenticrun_workers.launch import Node
-from agenticrun_workers.launch.launcher import shared_node
+from agenticrun_workers.launch.node import shared_node
 from agenticrun_workers.trainer.rank import RankActor
 from agenticrun_workers.weights.collective import WeightGroup
 

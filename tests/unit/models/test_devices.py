@@ -20,7 +20,7 @@ from agenticrun_workers.driver.local import run_locally
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.actor import LOG_FOLDER, EngineActor
 from agenticrun_workers.inference.builder import build_engine
-from agenticrun_workers.launch.launcher import Node, shared_node
+from agenticrun_workers.launch.node import Node, shared_node
 from agenticrun_workers.models import devices
 from agenticrun_workers.models.devices import (
     MissingGpus,

@@ -24,7 +24,7 @@ from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.engine import ABORTED_UNSAMPLED, EngineStats
 from agenticrun_workers.inference.model_files import RequestLimits
 from agenticrun_workers.launch import Node
-from agenticrun_workers.launch.launcher import shared_node
+from agenticrun_workers.launch.node import shared_node
 from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 from agenticrun_workers.placement import Placement
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, Trajectory

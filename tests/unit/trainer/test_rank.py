@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from agenticrun_api import Role
-from agenticrun_workers.driver.actors import _repeat_warnings
+from agenticrun_workers.driver import start_up
+from agenticrun_workers.driver.start_up import load_on
 from agenticrun_workers.models import pretrained
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.source import ModelSource, ModelSources
@@ -25,6 +26,14 @@ LOG = logging.getLogger("agenticrun_workers.models.pretrained")
 
 class Rank(RankActor):
     role = Role.TRAINER
+
+    def rendezvous(self) -> tuple[str, int]:
+        return "localhost", 1
+
+    def setup(self, _sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> None:
+        self._join(rendezvous, threads)
+        LOG.warning("%s holds 1 weights that its model does not use", "folder")
+        LOG.info("not a warning")
 
 
 @pytest.fixture
@@ -53,12 +62,10 @@ class Handle:
 async def test_warnings_of_a_process_of_its_own_are_in_the_log_of_the_driver(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rank._join(("localhost", 1), 1)
-    LOG.warning("%s holds 1 weights that its model does not use", "folder")
-    LOG.info("not a warning")
-    caplog.clear()
-    await _repeat_warnings(Handle(rank, monkeypatch))  # type: ignore[arg-type]
-    assert caplog.messages == ["folder holds 1 weights that its model does not use"]
+    sources: Any = None
+    await load_on([Handle(rank, monkeypatch)], sources, 1)  # type: ignore[list-item]
+    repeated = [each.message for each in caplog.records if each.name == start_up.__name__]
+    assert repeated == ["folder holds 1 weights that its model does not use"]
 
 
 def test_an_actor_in_the_process_of_the_driver_repeats_nothing(rank: Rank) -> None:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from agenticrun_api import Activity, AgenticRun, FinalReport, InvalidRun, Outcome, Reason
 from agenticrun_api.base import clean_text
 from agenticrun_api.names import ExitCode
-from agenticrun_workers.driver.actors import RunActors
 from agenticrun_workers.driver.checkpoints import CheckpointNotSaved, CheckpointStore
 from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
 from agenticrun_workers.driver.loop import Loop, LoopParts, checkpoint_status, position_of
 from agenticrun_workers.driver.metrics import success_of
 from agenticrun_workers.driver.parity import ParityCheck
+from agenticrun_workers.driver.pools import ActorPools
 from agenticrun_workers.driver.progress import AttemptId, ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
+from agenticrun_workers.driver.start_up import running_actors
 from agenticrun_workers.driver.trace import TraceSession
 from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.warmup import Warmup
@@ -30,7 +32,6 @@ from agenticrun_workers.reporting.run_folder import record_attempt
 from agenticrun_workers.reporting.trackers import build_trackers, custom_tracker
 from agenticrun_workers.rollout.controller import RolloutController
 from agenticrun_workers.rollout.recording import record_or_replay
-from agenticrun_workers.tracing import EPISODES_RUNNING
 from agenticrun_workers.trainer.own_functions import check_own_functions
 
 log = logging.getLogger(__name__)
@@ -109,13 +110,18 @@ class AttemptRunner:
             if self.checkpoints
             else None
         )
-        actors = RunActors(self.run, self.launcher, on_change=self.requests.changed.set)
-        following: asyncio.Task[None] | None = None
-        try:
-            await self.requests.unless_stopped(actors.start())
+        async with AsyncExitStack() as running:
+            actors = await self.requests.unless_stopped(
+                running.enter_async_context(
+                    running_actors(self.run, self.launcher, self.requests.changed.set)
+                )
+            )
+            engines, envs = actors.pools.engines, actors.pools.envs
             # Replicas may change while a checkpoint is restored, which takes minutes for large
             # models.
-            following = asyncio.create_task(_follow_replicas(actors, self.requests, progress))
+            following = asyncio.create_task(_follow_replicas(actors.pools, self.requests, progress))
+            # Before the actors end, or it would start engines and env workers while they do.
+            running.callback(following.cancel)
             restored = (
                 await store.restore(
                     self.resume, actors.trainers.loaders, restarted=self.attempt.number > 1
@@ -129,7 +135,7 @@ class AttemptRunner:
             samples = SampleWriter(self.output, spec.tracking, spec.pipeline)
             controller = RolloutController.of(
                 spec.pipeline,
-                actors.envs,
+                envs,
                 discard=actors.discard,
                 position=position_of(state),
                 transcripts=spec.tracking.sample_logs,
@@ -146,37 +152,31 @@ class AttemptRunner:
                 lambda: progress.max_steps,
             )
             trace = TraceSession(
-                self.output,
-                self.run.metadata.name,
-                lambda: actors.traced,
-                lambda: {EPISODES_RUNNING: actors.envs.running},
+                self.output, self.run.metadata.name, actors.traced, actors.counters
             )
             parts = LoopParts(
                 pipeline=spec.pipeline,
                 trainers=actors.trainers,
-                engines=actors.engines,
+                engines=engines,
+                actors=actors,
                 rollout=rollout,
                 validator=Validator(
-                    actors.envs,
+                    envs,
                     spec.pipeline,
                     transcripts=spec.tracking.sample_logs,
                     frames=samples.frames,
                 ),
-                warmup=Warmup(actors.envs, actors.trainers, spec.pipeline, actors.discard),
-                discard=actors.discard,
-                actor_metrics=actors.metrics,
+                warmup=Warmup(envs, actors.trainers, spec.pipeline, actors.discard),
                 checkpoints=store,
                 trackers=trackers,
                 samples=samples,
                 progress=progress,
                 requests=self.requests,
-                idle_seconds=lambda: actors.envs.idle_seconds,
-                devices=SharedDevices(actors.trainers, actors.engines) if spec.colocated else None,
+                devices=SharedDevices(actors.trainers, engines) if spec.colocated else None,
                 restarted=self.attempt.number > 1,
                 failures=[*actors.failures, following],
-                sizes=lambda: actors.sizes,
                 trace=trace,
-                parity=ParityCheck(actors.trainers, actors.engines, spec.pipeline),
+                parity=ParityCheck(actors.trainers, engines, spec.pipeline),
             )
             loop = Loop(parts, state)
             try:
@@ -187,23 +187,18 @@ class AttemptRunner:
                 await rollout.stop()
                 for tracker in trackers:
                     await asyncio.to_thread(tracker.close)
-        finally:
-            # Stopped first, or it would start engines and env workers during `actors.stop`.
-            if following is not None:
-                following.cancel()
-            await actors.stop()
         return summary(progress.step, progress.max_steps, loop)
 
 
 async def _follow_replicas(
-    actors: RunActors, requests: Requests, progress: ProgressReporter
+    pools: ActorPools, requests: Requests, progress: ProgressReporter
 ) -> None:
     """Keep as many engines and env workers as the operator has asked for last, and report them."""
     while True:
         requests.changed.clear()
         if requests.config is not None:
-            actors.resize(requests.config.replicas)
-        progress.pools(actors.pools)
+            pools.resize(requests.config.replicas)
+        progress.pools(pools.status)
         await requests.changed.wait()
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -18,6 +18,27 @@ if TYPE_CHECKING:
 
 REMEMBERED = 4
 """Unresponsive engines to remember per expected engine, since a slow one may still answer."""
+
+
+class MeasuredEngines(Protocol):
+    """The engines; `EnginePool` explains each member."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def ejected_seconds(self) -> float: ...
+
+    async def stats(self) -> Mapping[str, EngineStats]: ...
+
+
+class Episodes(Protocol):
+    """The episodes for which the engines compute."""
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time so far without an episode in flight."""
+        ...
 
 
 @dataclass
@@ -56,23 +77,13 @@ class EngineTime:
     two readings that it answered, and a new one for as long as it computed.
 
     Args:
-        stats: reads the statistics of the engines that answer.
-        idle_seconds: returns the time so far without an episode in flight.
-        count: returns the number of engines that are wanted.
-        ejected_seconds: returns the time so far that engines were ejected because they were slow.
+        engines: the engines.
+        episodes: says when no episode needed them.
     """
 
-    def __init__(
-        self,
-        stats: Callable[[], Awaitable[Mapping[str, EngineStats]]],
-        idle_seconds: Callable[[], float],
-        count: Callable[[], int],
-        ejected_seconds: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        self._stats = stats
-        self._idle_seconds = idle_seconds
-        self._count = count
-        self._ejected_seconds = ejected_seconds
+    def __init__(self, engines: MeasuredEngines, episodes: Episodes) -> None:
+        self._engines = engines
+        self._episodes = episodes
         self._seats = 0
         """Seats of the wanted engines at the last call of `metrics`."""
         self._newest: dict[str, tuple[float, EngineStats]] = {}
@@ -85,12 +96,12 @@ class EngineTime:
         self._part = self._new_part(time.perf_counter())
 
     def _new_part(self, now: float) -> _Part:
-        return _Part(now, now, self._idle_seconds(), self._ejected_seconds())
+        return _Part(now, now, self._episodes.idle_seconds, self._engines.ejected_seconds)
 
     async def _read(self) -> Mapping[str, EngineStats]:
         """Count the time since the last reading."""
         now = time.perf_counter()  # unresponsive engines are waited for, after the others
-        answers = await self._stats()
+        answers = await self._engines.stats()
         for engine, stats in answers.items():
             if known := self._newest.get(engine):
                 then, before = known
@@ -109,7 +120,7 @@ class EngineTime:
 
     def _wanted_seats(self) -> int:
         """Return the seats of the largest engines so far, as many as are wanted."""
-        return sum(self._known_seats()[: self._count()])
+        return sum(self._known_seats()[: self._engines.count])
 
     def _known_seats(self) -> list[int]:
         """Return the seats of all engines so far, the largest first."""
@@ -118,7 +129,7 @@ class EngineTime:
 
     def _forget_silent(self) -> None:
         """Forget engines that have been silent for longest: they are gone for good."""
-        self._most_wanted = max(self._most_wanted, self._count())
+        self._most_wanted = max(self._most_wanted, self._engines.count)
         silent = sorted(
             (then, engine)
             for engine, (then, _) in self._newest.items()
@@ -133,11 +144,11 @@ class EngineTime:
     async def syncing(self) -> AsyncIterator[None]:
         """Count the time inside the `with` block as a weight sync."""
         await self._read()
-        without, idle = self._idle_seconds(), self._part.there - self._part.busy
+        without, idle = self._episodes.idle_seconds, self._part.there - self._part.busy
         yield
         await self._read()
         self._part.sync_idle += self._part.there - self._part.busy - idle
-        self._part.sync_without_episodes += self._idle_seconds() - without
+        self._part.sync_without_episodes += self._episodes.idle_seconds - without
 
     async def metrics(self) -> Metrics:
         """Return the metrics of the time since the last call, or since the beginning."""
@@ -153,12 +164,16 @@ class EngineTime:
         if whole := max(seats_before, self._seats) * seconds:
             there, busy = min(self._part.there / whole, 1.0), self._part.busy / whole
             weights = min(self._part.sync_idle / whole, there - busy)
-            without = self._idle_seconds() - self._part.idle_then - self._part.sync_without_episodes
+            without = (
+                self._episodes.idle_seconds
+                - self._part.idle_then
+                - self._part.sync_without_episodes
+            )
             gate = min(without / seconds * there, there - busy - weights)
-            ejected = self._ejected_seconds() - self._part.ejected_then
+            ejected = self._engines.ejected_seconds - self._part.ejected_then
             ejected *= 1 - without / seconds  # without episodes, all engines wait for the gate
             ejected = min(
-                ejected / (max(self._count(), 1) * seconds), there - busy - weights - gate
+                ejected / (max(self._engines.count, 1) * seconds), there - busy - weights - gate
             )
             found |= {
                 "rollout/utilization": self._part.used / whole,

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from agenticrun_api import AgenticRun, Pipeline
-from agenticrun_workers.driver.actors import RunActors
 from agenticrun_workers.driver.metrics import SUCCESS_OF_TAG, Metrics, validation_metrics
 from agenticrun_workers.driver.progress import Requests
+from agenticrun_workers.driver.start_up import playing_actors
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import Launcher
 from agenticrun_workers.log_once import LogOnce
-from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
     EpisodeTask,
@@ -293,22 +292,10 @@ async def evaluate(
     Raises:
         InvalidConfig: the spec of the run cannot work.
     """
-    actors = _PlayingActors(run, launcher)
-    try:
-        await actors.start()
-        validator = Validator(_Counted(actors.envs, progressed), run.spec.pipeline)
-        results = await Requests().unless_stopped(validator.run(), actors.failures)
-    finally:
-        await actors.stop()
+    async with playing_actors(run, launcher) as pools:
+        validator = Validator(_Counted(pools.envs, progressed), run.spec.pipeline)
+        results = await Requests().unless_stopped(validator.run(), [pools.engines.failure])
     return summarize(results, run.spec.pipeline.eval.pass_at)
-
-
-class _PlayingActors(RunActors):
-    """Engines and environments without trainers: the engines load the weights from the model."""
-
-    async def _start_trainers(self) -> None:
-        model = self._run.spec.model
-        self._source.set_result(ModelSource.of(model))
 
 
 @dataclass

@@ -19,7 +19,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from agenticrun_api import Activity, Pipeline
 from agenticrun_api.status import CheckpointStatus
@@ -29,7 +29,7 @@ from agenticrun_workers.driver.checkpoints import (
     DriverState,
     SaveModule,
 )
-from agenticrun_workers.driver.engine_time import EngineTime
+from agenticrun_workers.driver.engine_time import EngineTime, MeasuredEngines
 from agenticrun_workers.driver.evaluation import Validator, warmup_success
 from agenticrun_workers.driver.guards import GuardWatch
 from agenticrun_workers.driver.metrics import (
@@ -50,13 +50,11 @@ from agenticrun_workers.driver.trainer_group import SharedDevices
 from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.errors import InvalidConfig, ScheduleEnded
 from agenticrun_workers.reporting.trackers import Tracker
-from agenticrun_workers.rollout.controller import Batch, Discard, RolloutPosition
+from agenticrun_workers.rollout.controller import Batch, RolloutPosition
+from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.tracing import count, span
 from agenticrun_workers.trainer.batch import optimizer_steps_per_batch
 from agenticrun_workers.weights.sync import SyncReport, WeightSync
-
-if TYPE_CHECKING:
-    from agenticrun_workers.inference import EngineStats
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +75,17 @@ class Trainer(Trainers, Protocol):
     async def stretch_schedules(self, step: int, max_steps: int) -> None: ...
 
 
+class Actors(Protocol):
+    """The actors of the attempt, as the loop uses them; `RunActors` explains each member."""
+
+    @property
+    def idle_seconds(self) -> float: ...
+
+    async def discard(self, results: list[EpisodeResult], /) -> None: ...
+
+    async def metrics(self) -> Metrics: ...
+
+
 class Rollout(Protocol):
     """A source of batches: the rollout controller, or a recording."""
 
@@ -88,14 +97,8 @@ class Rollout(Protocol):
     async def batch(self) -> Batch: ...
 
 
-class Engines(Protocol):
+class Engines(MeasuredEngines, Protocol):
     """The inference engines, as the loop uses them; see `EnginePool`."""
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def ejected_seconds(self) -> float: ...
 
     async def update_weights(
         self,
@@ -103,8 +106,6 @@ class Engines(Protocol):
         version: int,
         handover: Callable[[], Awaitable[None]] | None = None,
     ) -> SyncReport: ...
-
-    async def stats(self) -> Mapping[str, EngineStats]: ...
 
 
 @dataclass
@@ -114,21 +115,15 @@ class LoopParts:
     pipeline: Pipeline
     trainers: Trainer
     engines: Engines
+    actors: Actors
     rollout: Rollout
     validator: Validator
     warmup: Warmup
-    discard: Discard
-    actor_metrics: Callable[[], Awaitable[Metrics]]
-    """Returns what the trajectory stores have in memory; what was spilled and lost since."""
     checkpoints: CheckpointStore | None
     trackers: list[Tracker]
     samples: SampleWriter
     progress: ProgressReporter
     requests: Requests
-    idle_seconds: Callable[[], float]
-    """Returns the time so far without an episode in flight."""
-    sizes: Callable[[], Metrics] = dict
-    """Returns the numbers of engines and env workers."""
     devices: SharedDevices | None = None
     """Set where engines and trainers use the same GPUs in turn."""
     restarted: bool = False
@@ -172,12 +167,7 @@ class Loop:
         """The policy version of the engines; None before the first sync of this attempt."""
         self._sync: SyncReport | None = None
         """The weight sync of this step, if it had one."""
-        self._engine_time = EngineTime(
-            parts.engines.stats,
-            parts.idle_seconds,
-            lambda: parts.engines.count,
-            lambda: parts.engines.ejected_seconds,
-        )
+        self._engine_time = EngineTime(parts.engines, parts.actors)
         self.early_end: str | None = None
         """Why there are fewer steps than `maxSteps`, if there are."""
         self.evicted = ""
@@ -381,7 +371,7 @@ class Loop:
         groups = select_groups(self._pipeline, batch.groups)
         learned = await self._training_step.train(groups, self._step + 1)
         with self._stopwatch.phase("train"):
-            await self._parts.discard(batch.results)
+            await self._parts.actors.discard(batch.results)
         metrics = {**rollout_metrics(batch, self._step), **learned}
         metrics["group/filtered"] += len(batch.groups) - len(groups)
         metrics["rollout/truncated_sampling"] = float(
@@ -398,7 +388,7 @@ class Loop:
             metrics["system/handovers"] = float(self._parts.devices.handovers)
         self._sync = None
         metrics["rollout/aborted_tokens"] += engines.pop("rollout/aborted_tokens")
-        metrics |= engines | self._parts.sizes() | await self._parts.actor_metrics()
+        metrics |= engines | await self._parts.actors.metrics()
         for name in TRACED_METRICS:
             count(name, metrics[name])
         watched = self._guards.observe(metrics)

@@ -198,7 +198,7 @@ class Requests:
         self.config: LiveConfig | None = None
         """The newest settings, if the operator sent any."""
         self.changed = asyncio.Event()
-        """Set when other settings have come or, by `RunActors`, when actors join, die or leave."""
+        """Set when other settings have come or, by `ActorPools`, when actors join, die or leave."""
 
     def apply(self, commands: Commands) -> None:
         """Take the commands in an answer of the reporter.

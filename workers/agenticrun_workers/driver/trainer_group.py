@@ -18,11 +18,12 @@ from agenticrun_workers.launch import ActorHandle, Launcher, Result
 from agenticrun_workers.rollout.controller import Group
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.seeds import derive
-from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.trainer.batch import (
+    ModelScores,
     RankPlan,
     ScoredBatch,
     TurnCredits,
+    ValueTargets,
     optimizer_steps_per_batch,
 )
 from agenticrun_workers.trainer.rank import (
@@ -53,8 +54,8 @@ class Advantages:
     """The driver's handle of a batch with advantages; the advantages stay on the ranks."""
 
     metrics: Metrics
-    value_targets: Sequence[Result[bytes]]
-    """Packed `ValueTargets` of the policy's ranks; they go straight to the critic."""
+    value_targets: Sequence[Result[ValueTargets]]
+    """Of the policy's ranks; they go straight to the critic."""
 
 
 class TrainerGroup:
@@ -143,7 +144,7 @@ class TrainerGroup:
         Args:
             version: the policy version that this step makes.
         """
-        scores: list[Result[bytes]] = []
+        scores: list[Result[ModelScores]] = []
         scoring: list[Sequence[ActorHandle[ReferenceActor] | ActorHandle[CriticActor]]] = [
             self._references,
             self._critics,
@@ -152,18 +153,16 @@ class TrainerGroup:
             if actors:
                 shares = plan_batch(self._pipeline, groups, len(actors), version)
                 scores += [
-                    actor.call(lambda rank: rank.score(pack(plan)))
+                    actor.call(lambda rank: rank.score(plan))
                     for actor, plan in zip(actors, shares, strict=True)
                 ]
         plans = plan_batch(self._pipeline, groups, self.parts, version)
         calls = [
-            actor.call(
-                lambda rank: rank.score(pack(plans[part]), *(one.as_argument() for one in scores))
-            )
+            actor.call(lambda rank: rank.score(plans[part], *(one.as_argument() for one in scores)))
             for actor, part in zip(self._trainers, self._part_of, strict=True)
         ]
         by_part = dict(zip(self._part_of, await asyncio.gather(*calls), strict=True))
-        return ScoredBatch.merge([unpack(answer) for answer in by_part.values()])
+        return ScoredBatch.merge([*by_part.values()])
 
     async def parity_probe(self) -> ParityProbe:
         """Return prompts that show if engines compute the policy's model."""
@@ -175,23 +174,23 @@ class TrainerGroup:
         Args:
             engines: the conversations of each engine.
         """
-        packed = self._launcher.put(pack(dict(engines)))
+        samples = self._launcher.put(dict(engines))
         calls = [
-            actor.call(lambda rank: rank.parity(packed.as_argument())) for actor in self._trainers
+            actor.call(lambda rank: rank.parity(samples.as_argument())) for actor in self._trainers
         ]
         return (await asyncio.gather(*calls))[0]
 
     async def compute_advantages(self, credits: TurnCredits) -> Advantages:
         """Turn the credits of the turns into an advantage per token, on the policy's ranks."""
-        packed = self._launcher.put(pack(credits))
+        kept = self._launcher.put(credits)
         calls = [
-            actor.call_pair(lambda rank: rank.compute_advantages(packed.as_argument()))
+            actor.call_pair(lambda rank: rank.compute_advantages(kept.as_argument()))
             for actor in self._trainers
         ]
         answers = await asyncio.gather(*(metrics for metrics, _ in calls))
         return Advantages(answers[0], [targets for _, targets in calls])
 
-    async def train_critic(self, targets: Sequence[Result[bytes]]) -> Metrics:
+    async def train_critic(self, targets: Sequence[Result[ValueTargets]]) -> Metrics:
         """Take all optimizer steps of the batch with the critic; no metrics without one."""
         if not self._pipeline.uses_critic:
             return {}

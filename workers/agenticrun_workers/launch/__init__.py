@@ -7,7 +7,9 @@ from agenticrun_workers.launch.handle import (
     OtherActorDied,
     Result,
 )
-from agenticrun_workers.launch.launcher import ActorOptions, Launcher, Node, current_node
+from agenticrun_workers.launch.launcher import ActorOptions, Launcher
+from agenticrun_workers.launch.node import Node, current_node
+from agenticrun_workers.launch.packing import packed
 
 __all__ = [
     "ActorDied",
@@ -19,4 +21,5 @@ __all__ = [
     "OtherActorDied",
     "Result",
     "current_node",
+    "packed",
 ]

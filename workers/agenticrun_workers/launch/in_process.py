@@ -30,7 +30,8 @@ from agenticrun_workers.launch.handle import (
     OtherActorDied,
     Result,
 )
-from agenticrun_workers.launch.launcher import ActorOptions, Launcher, Node, shared_node
+from agenticrun_workers.launch.launcher import ActorOptions, Launcher
+from agenticrun_workers.launch.node import Node, shared_node
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -45,34 +44,12 @@ class Launcher(Protocol):
         ...
 
     def put(self, value: T) -> Result[T]:
-        """Keep a value that is an argument of several calls, so that it is copied only once."""
+        """Keep a value that is an argument of several calls, so that it is sent only once.
+
+        It travels as one block, as the arguments of `packed` methods do.
+        """
         ...
 
     def offers(self, node_id: str) -> Collection[str]:
         """Return the roles whose actors may run on a node; none for an unknown node."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """The machine that the calling actor runs on, as its launcher knows it."""
-
-    node_id: str
-    address: str
-    """IP address at which other actors reach this one."""
-    gpus: tuple[str, ...] = ()
-    """Ids of the GPUs that are reserved for this actor."""
-
-
-shared_node: ContextVar[Node | None] = ContextVar("shared_node", default=None)
-"""Set in the threads of actors that share a process; elsewhere Ray knows the node."""
-
-
-def current_node() -> Node:
-    """Return the node of the calling actor."""
-    node = shared_node.get()
-    if node is None:
-        from agenticrun_workers.launch.ray_launcher import ray_node
-
-        node = ray_node()
-    return node

@@ -34,7 +34,8 @@ from agenticrun_workers.launch.handle import (
     OtherActorDied,
     Result,
 )
-from agenticrun_workers.launch.launcher import ActorOptions, Launcher, Node
+from agenticrun_workers.launch.launcher import ActorOptions, Launcher
+from agenticrun_workers.launch.packing import Block, is_packed
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)
@@ -51,11 +52,13 @@ class RayLauncher(Launcher):
         self, options: ActorOptions, cls: Callable[P, A], *args: P.args, **kwargs: P.kwargs
     ) -> ActorHandle[A]:
         remote = _remote_class(cls)
-        return RayHandle(remote.options(**ray_options(options)).remote(*args, **kwargs))
+        actor = remote.options(**ray_options(options)).remote(*args, **kwargs)
+        methods = inspect.getmembers(cls, is_packed)
+        return RayHandle(actor, frozenset(name for name, _ in methods))
 
     @override
     def put(self, value: T) -> Result[T]:
-        return RayResult(ray.put(value))
+        return RayResult(ray.put(Block(value)))
 
     @override
     def offers(self, node_id: str) -> Collection[str]:
@@ -71,19 +74,19 @@ def _remote_class(cls: Callable[..., Any]) -> Any:
     One for all actors of the class: every process that holds a handle keeps the class of its actor
     forever, so one for each actor would be a leak.
     """
-    remote: Any = ray.remote(_with_clean_errors(cls))
+    remote: Any = ray.remote(_as_sent(cls))
     return remote
 
 
-def _with_clean_errors(cls: Any) -> Any:
-    """Return a subclass with methods that raise only errors that Ray can carry.
+def _as_sent(cls: Any) -> Any:
+    """Return a subclass with methods that return and raise only what Ray can carry well.
 
     Ray sends the text of an error and its traceback as UTF-8. An error of user code that names a
     file in other bytes would end the process of the actor: its caller would see a lost actor.
     """
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     own = {
-        name: _with_clean_error(method)
+        name: _sending(method)
         for name, method in methods.items()
         if inspect.isfunction(method) and (not name.startswith("_") or name == "__init__")
     }
@@ -91,7 +94,14 @@ def _with_clean_errors(cls: Any) -> Any:
     return type(cls.__name__, (cls,), names | own)
 
 
-def _with_clean_error(method: Any) -> Any:
+def _sending(method: Any) -> Any:
+    """Wrap a method: its errors are clean, and its result is a `Block` if it is `packed`."""
+
+    def answer(result: Any) -> Any:
+        if not is_packed(method):
+            return result
+        return tuple(map(Block, result)) if isinstance(result, tuple) else Block(result)
+
     wrapper: Any
     if inspect.isasyncgenfunction(method):
 
@@ -105,7 +115,7 @@ def _with_clean_error(method: Any) -> Any:
 
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
             with _clean_errors():
-                return await method(*args, **kwargs)
+                return answer(await method(*args, **kwargs))
 
     elif inspect.isgeneratorfunction(method):
 
@@ -117,7 +127,7 @@ def _with_clean_error(method: Any) -> Any:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             with _clean_errors():
-                return method(*args, **kwargs)
+                return answer(method(*args, **kwargs))
 
     return functools.wraps(method)(wrapper)
 
@@ -175,10 +185,15 @@ def ray_options(options: ActorOptions) -> dict[str, Any]:
 
 
 class RayHandle(ActorHandle[A_co]):
-    """A handle that wraps Ray's own."""
+    """A handle that wraps Ray's own.
 
-    def __init__(self, actor: Any) -> None:
+    Args:
+        packed: names of the methods that are `packed`.
+    """
+
+    def __init__(self, actor: Any, packed: frozenset[str] = frozenset()) -> None:
         self._actor = actor
+        self._packed = packed
         self._killed = False
 
     @override
@@ -188,21 +203,30 @@ class RayHandle(ActorHandle[A_co]):
         ray.kill(self._actor)
 
     def _call(self, call: Invocation) -> Result[Any]:
-        if self._killed:
-            return KilledResult()
-        return RayResult(_send(getattr(self._actor, call.method), call))
+        return KilledResult() if self._killed else RayResult(self._send(call))
 
     def _call_pair(self, call: Invocation) -> tuple[Result[Any], Result[Any]]:
         if self._killed:
             return KilledResult(), KilledResult()
-        first, second = _send(getattr(self._actor, call.method).options(num_returns=2), call)
+        first, second = self._send(call, num_returns=2)
         return RayResult(first), RayResult(second)
 
     def _stream(self, call: Invocation) -> AsyncIterator[Any]:
-        if self._killed:
-            return _nothing()
-        method = getattr(self._actor, call.method).options(num_returns="streaming")
-        return _items(_send(method, call))
+        return _nothing() if self._killed else _items(self._send(call, num_returns="streaming"))
+
+    def _send(self, call: Invocation, num_returns: int | str | None = None) -> Any:
+        def sendable(argument: Any) -> Any:
+            if isinstance(argument, KilledResult):
+                argument.wait()
+            if isinstance(argument, RayResult):
+                return argument._ref
+            return Block(argument) if call.method in self._packed else argument
+
+        method = getattr(self._actor, call.method)
+        if num_returns is not None:
+            method = method.options(num_returns=num_returns)
+        options = {name: sendable(value) for name, value in call.options.items()}
+        return method.remote(*map(sendable, call.arguments), **options)
 
 
 class RayResult(Result[T_co]):
@@ -243,16 +267,6 @@ async def _nothing() -> AsyncIterator[Any]:
     yield await KilledResult()
 
 
-def ray_node() -> Node:
-    """Return the node of this process; see `current_node`."""
-    address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-    if not ray.is_initialized():
-        return Node("", address)
-    context = ray.get_runtime_context()
-    gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-    return Node(context.get_node_id(), address, gpus)
-
-
 def session_logs() -> Path:
     """Return the folder of logs that Ray's dashboard shows.
 
@@ -261,19 +275,6 @@ def session_logs() -> Path:
     """
     context = ray.get_runtime_context()
     return Path(context.get_temp_dir(), context.get_session_name(), "logs")
-
-
-def _send(method: Any, call: Invocation) -> Any:
-    arguments = [_sendable(argument) for argument in call.arguments]
-    return method.remote(
-        *arguments, **{name: _sendable(value) for name, value in call.options.items()}
-    )
-
-
-def _sendable(argument: Any) -> Any:
-    if isinstance(argument, KilledResult):
-        argument.wait()
-    return argument._ref if isinstance(argument, RayResult) else argument
 
 
 async def _items(references: Any) -> AsyncIterator[Any]:

@@ -6,18 +6,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
+from agenticrun_workers.launch import packed
 from agenticrun_workers.models.source import ModelSources, TokenizerCorpus
 from agenticrun_workers.processes import quick_imports
-from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.tracing import span, traced
-from agenticrun_workers.trainer.batch import LogprobGaps, RankBatch, RankPlan, ScoredBatch
+from agenticrun_workers.trainer.batch import (
+    LogprobGaps,
+    ModelScores,
+    RankBatch,
+    RankPlan,
+    ScoredBatch,
+    TurnCredits,
+    ValueTargets,
+)
 from agenticrun_workers.trainer.rank import (
     ACTOR,
     CRITIC,
@@ -34,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
-    from agenticrun_workers.inference.parity import ParityProbe
+    from agenticrun_workers.inference.parity import ParityProbe, ProbeSample
     from agenticrun_workers.models.lora import Adapters
     from agenticrun_workers.models.shape import ModelShape
     from agenticrun_workers.trainer.parity import Parity
@@ -151,20 +159,16 @@ class TrainerActor(ReferenceUpdateMixin):
         """Forget the optimizer's state. Call it after the last `warm_up`. Collective."""
         self._strategy.end_warm_up()
 
+    @packed
     @traced
-    def score(self, packed: bytes, *scores: bytes) -> bytes:
+    def score(self, plan: RankPlan, *scores: ModelScores) -> ScoredBatch:
         """Fetch this rank's share of a batch and compute old and reference log-probs and values.
 
         Collective.
 
         Args:
-            packed: a packed `RankPlan`.
-            scores: packed `ModelScores` of models on other pods, for all trajectories of the batch.
-
-        Returns:
-            a packed `ScoredBatch`.
+            scores: of models on other pods, for all trajectories of the batch.
         """
-        plan: RankPlan = unpack(packed)
         algorithm = self._pipeline.algorithm
         batch = self._batch = RankBatch(
             self._fetch(plan.items), algorithm.bootstrap_truncated, plan.mini_batches
@@ -182,9 +186,9 @@ class TrainerActor(ReferenceUpdateMixin):
         if self._critic is not None:
             with span("values"):
                 batch.compute_values(self._critic.compute_values)
-        batch.merge_scores([unpack(part) for part in scores])
+        batch.merge_scores(scores)
         kl = batch.turn_kl(algorithm.reward_kl.kind) if algorithm.reward_kl else None
-        return pack(ScoredBatch(kl, gaps))
+        return ScoredBatch(kl, gaps)
 
     def parity_probe(self) -> ParityProbe:
         """Return prompts that show if engines compute this model."""
@@ -196,12 +200,13 @@ class TrainerActor(ReferenceUpdateMixin):
             self._config(), pipeline.sequence_length, specs.loss_temperature(pipeline)
         )
 
+    @packed
     @traced
-    def parity(self, packed: bytes) -> dict[str, Parity]:
+    def parity(self, engines: Mapping[str, Sequence[ProbeSample]]) -> dict[str, Parity]:
         """Compare what engines sampled with this model. Collective; equal on every rank.
 
         Args:
-            packed: packed conversations of each engine.
+            engines: the conversations of each engine.
         """
         import torch
 
@@ -214,24 +219,23 @@ class TrainerActor(ReferenceUpdateMixin):
             quantized=quantizes(self._pipeline.actor_infer.strategy.config),
         )
         layers = self._config().get_text_config(decoder=True).num_hidden_layers
-        return compare(self._strategy, unpack(packed), layers, precision)
+        return compare(self._strategy, engines, layers, precision)
 
+    @packed
     @traced
-    def compute_advantages(self, packed: bytes) -> tuple[Metrics, bytes]:
+    def compute_advantages(self, credits: TurnCredits) -> tuple[Metrics, ValueTargets]:
         """Turn the credits of the turns into an advantage per token. Collective.
 
         Args:
-            packed: packed `TurnCredits` of the whole batch.
+            credits: of the whole batch.
 
         Returns:
-            metrics, equal on every rank, and packed `ValueTargets` for a critic on other pods.
+            metrics, equal on every rank, and the targets of a critic on other pods.
         """
         batch = self._scored_batch()
-        metrics = batch.compute_advantages(
-            self._token_spec, unpack(packed), self._strategy.sum_over_data
-        )
+        metrics = batch.compute_advantages(self._token_spec, credits, self._strategy.sum_over_data)
         critic_elsewhere = self._pipeline.uses_critic and self._critic is None
-        return dict(metrics), pack(batch.value_targets() if critic_elsewhere else {})
+        return dict(metrics), batch.value_targets() if critic_elsewhere else {}
 
     @traced
     def train_critic(self) -> Metrics:

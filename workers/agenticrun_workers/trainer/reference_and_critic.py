@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from agenticrun_api import Role
+from agenticrun_workers.launch import packed
 from agenticrun_workers.models.source import ModelSources
 from agenticrun_workers.processes import quick_imports
-from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.tracing import traced
-from agenticrun_workers.trainer.batch import RankBatch, RankPlan
+from agenticrun_workers.trainer.batch import ModelScores, RankBatch, RankPlan, ValueTargets
 from agenticrun_workers.trainer.rank import (
     CRITIC,
     REFERENCE,
@@ -37,20 +37,13 @@ class ReferenceActor(ReferenceUpdateMixin):
         self._join(rendezvous, threads)
         self._reference = build_reference(self._pipeline, sources.reference, shared=False)
 
+    @packed
     @traced
-    def score(self, packed: bytes) -> bytes:
-        """Compute log-probs of this rank's share of a batch. Collective.
-
-        Args:
-            packed: a packed `RankPlan`.
-
-        Returns:
-            packed `ModelScores`.
-        """
-        plan: RankPlan = unpack(packed)
+    def score(self, plan: RankPlan) -> ModelScores:
+        """Compute log-probs of this rank's share of a batch. Collective."""
         batch = RankBatch(self._fetch(plan.items))
         batch.ref_logprobs = self._reference.compute_log_probs(batch.samples)
-        return pack(batch.scores())
+        return batch.scores()
 
     def _part(self, name: str) -> Any:
         return {REFERENCE: self._reference}[name]
@@ -76,33 +69,27 @@ class CriticActor(RankActor):
         self._value_loss = value_loss_spec(self._pipeline)
         self._batch: RankBatch | None = None
 
+    @packed
     @traced
-    def score(self, packed: bytes) -> bytes:
-        """Compute values of this rank's share of a batch. Collective.
-
-        Args:
-            packed: a packed `RankPlan`.
-
-        Returns:
-            packed `ModelScores`.
-        """
-        plan: RankPlan = unpack(packed)
+    def score(self, plan: RankPlan) -> ModelScores:
+        """Compute values of this rank's share of a batch. Collective."""
         batch = self._batch = RankBatch(
             self._fetch(plan.items), self._pipeline.algorithm.bootstrap_truncated, plan.mini_batches
         )
         batch.compute_values(self._critic.compute_values)
-        return pack(batch.scores())
+        return batch.scores()
 
+    @packed
     @traced
-    def train_critic(self, *targets: bytes) -> Metrics:
+    def train_critic(self, *targets: ValueTargets) -> Metrics:
         """Take all optimizer steps of the scored batch. Collective; metrics equal on every rank.
 
         Args:
-            targets: packed `ValueTargets` of the policy's ranks.
+            targets: of the policy's ranks.
         """
         batch, self._batch = self._batch, None
         assert batch is not None, "score comes first"
-        batch.set_value_targets([unpack(part) for part in targets])
+        batch.set_value_targets(targets)
         return combine(
             [
                 dict(self._critic.train_step(samples, self._value_loss))
