@@ -112,7 +112,7 @@ class MeasuredActor(EngineActor):
 
     async def ask_engine(self, work: Work) -> float:
         """Seconds of calls of the engine in its own process."""
-        return await work.ask(lambda number: self._engine.generate(work.request(number)))
+        return await work.ask(lambda number: self._serving.generate(work.request(number)))
 
 
 async def ask_through_client(actor: Any, work: Work, name: str) -> float:

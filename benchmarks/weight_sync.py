@@ -117,14 +117,12 @@ class Trainer(Meets, TrainerActor):
         super().__init__(0, 1, pipeline)
         torch.set_num_threads(threads)
         self._held = list(make(quick, dtype).named_parameters())
-        self._strategy: Any = self
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         return self._held
 
     def export_weights(self, adapters: bool = False) -> Iterator[WrittenBucket]:  # noqa: ARG002
-        """The actor's method, and what it asks of its strategy."""
-        yield from self._writer.write(self._held)
+        yield from self._writers[False].write(self._held)
 
     def tensor_specs(self, adapters: bool = False) -> list[TensorSpec]:  # noqa: ARG002
         return tensor_specs(self._held)
@@ -160,20 +158,18 @@ class Engine(Meets, EngineActor):
 
     async def serve(self, quick: bool, dtype: torch.dtype, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._engine = self._embedded = TransformersEngine(
-            lambda: make(quick, dtype), max_length=128
-        )
-        await self._engine.start()
+        engine = self._engine = TransformersEngine(lambda: make(quick, dtype), max_length=128)
+        await engine.start()
 
     def parameters(self) -> list[tuple[str, Tensor]]:
-        model: Any = self._embedded._model
+        model: Any = self._serving._held.model  # type: ignore[attr-defined]
         return list(model.named_parameters())
 
     async def version_sampled(self) -> int:
         request = GenerationRequest(
             str(time.monotonic_ns()), "s", np.arange(5, dtype=np.int32), SamplingParams(1)
         )
-        return int((await self._engine.generate(request)).versions_T[0])
+        return int((await self._serving.generate(request)).versions_T[0])
 
 
 def actor(cls: type, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Connects kopf's start-up and clean-up to the `OperatorRuntime`.
+"""Connects kopf's start-up and clean-up to the operator's `runtime`.
 
 kopf watches nothing here: its watches end the whole operator when KubeRay's CRD is deleted, do not
 notice a CRD that appears, and do not report what was deleted in a gap (docs/decisions/0002).
@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import kopf
 
-from agenticrun_operator.runtime import OperatorRuntime
+from agenticrun_operator.runtime import running_operator
+from agenticrun_operator.settings import Settings
 
 KOPF_RETRY_SECONDS = 10.0
 """Delay until kopf repeats a request of its own that failed."""
 
 
-def register(registry: kopf.OperatorRegistry, runtime: OperatorRuntime) -> None:
+def register(registry: kopf.OperatorRegistry, settings: Settings) -> None:
     """Add the operator's handlers to kopf's registry."""
+    running = AsyncExitStack()
 
     @kopf.on.login(registry=registry)
     def login_in_pod(**kwargs: Any) -> kopf.ConnectionInfo | None:
@@ -32,11 +35,11 @@ def register(registry: kopf.OperatorRegistry, runtime: OperatorRuntime) -> None:
 
     @kopf.on.startup(registry=registry)
     async def start(**_: Any) -> None:
-        await runtime.start()
+        await running.enter_async_context(running_operator(settings))
 
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:
-        await runtime.stop()
+        await running.aclose()
 
 
 class Endless:

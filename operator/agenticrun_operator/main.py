@@ -7,7 +7,6 @@ import asyncio
 import kopf
 
 from agenticrun_operator import handlers, logs
-from agenticrun_operator.runtime import OperatorRuntime
 from agenticrun_operator.settings import Settings
 
 
@@ -23,7 +22,7 @@ async def serve(settings: Settings) -> None:
     registry = kopf.OperatorRegistry()
     kopf_settings = kopf.OperatorSettings()
     handlers.configure(kopf_settings)
-    handlers.register(registry, OperatorRuntime(settings))
+    handlers.register(registry, settings)
     await kopf.operator(
         registry=registry,
         settings=kopf_settings,

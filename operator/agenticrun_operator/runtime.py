@@ -6,6 +6,8 @@ import asyncio
 import logging
 import resource
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -48,58 +50,82 @@ def allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-class OperatorRuntime:
-    """The parts of a running operator: queue, reconcile workers, leadership and metrics."""
-
-    def __init__(self, settings: Settings):
-        self._settings = settings
-        self.queue = WorkQueue()
-        self._watched = WatchedObjects(self._run_changed, self._child_changed)
-        self._slow_writes = SlowWrites(self.queue.add)
-        self._last_event = time.monotonic()
-
-    async def start(self) -> None:
-        """Connect to the apiserver and start all background tasks."""
-        settings = self._settings
-        self._kube = KubeClient(await connect(), settings.namespaces)
+@asynccontextmanager
+async def running_operator(settings: Settings) -> AsyncIterator[OperatorRuntime]:
+    """Connect to the apiserver, and follow the runs until the `with` block ends."""
+    async with AsyncExitStack() as connections:
+        kube = KubeClient(await connect(), settings.namespaces)
+        connections.push_async_callback(kube.close)
         allow_many_connections()
-        self._session = head_session()
+        session = head_session()
+        connections.push_async_callback(session.close)
         direct = settings.head_access is HeadAccess.DIRECT
-        transport: HeadTransport = (
-            DirectTransport(self._session) if direct else ProxyTransport(self._kube)
-        )
+        transport: HeadTransport = DirectTransport(session) if direct else ProxyTransport(kube)
+        key = settings.key or await wait_for_key(kube, *settings.operator_key_secret.split("/"))
+        runtime = OperatorRuntime(settings, kube, RunHead(transport), key)
+        try:
+            await runtime.start()
+            yield runtime
+        finally:
+            await runtime.stop()
+
+
+class OperatorRuntime:
+    """The parts of a running operator: queue, reconcile workers, leadership and metrics.
+
+    Args:
+        settings: the settings.
+        kube: the apiserver.
+        head: the heads of runs.
+        key: the operator's key, from which the tokens of runs are derived.
+    """
+
+    def __init__(
+        self, settings: Settings, kube: KubeClient, head: RunHead, key: resources.OperatorKey
+    ):
+        self._settings = settings
+        self._kube = kube
+        self._queue = WorkQueue()
+        self._watched = WatchedObjects(self._run_changed, self._child_changed)
+        self._slow_writes = SlowWrites(self._queue.add)
+        self._last_event = time.monotonic()
         slots = asyncio.Semaphore(settings.workers)
         self._reconciler = Reconciler(
-            self._kube,
-            RunHead(transport),
+            kube,
+            head,
             self._watched,
             settings.images,
-            settings.key
-            or await wait_for_key(self._kube, *settings.operator_key_secret.split("/")),
+            key,
             settings.full_look_seconds,
             slots,
             self._slow_writes,
             default_ttl=settings.ttl_seconds_after_finished,
         )
         self._leadership = Leadership(
-            self._kube,
+            kube,
             settings.lease_namespace,
             settings.lease_name,
             settings.identity,
             recovered=self._apiserver_recovered,
         )
-        self.reconcile_workers = ReconcileWorkers(
-            self.queue, self._reconciler.reconcile, self._leadership.held, slots
+        self._reconcile_workers = ReconcileWorkers(
+            self._queue, self._reconciler.reconcile, self._leadership.held, slots
         )
-        self.reconcile_workers.start()
-        metrics.QUEUE_LENGTH.set_function(lambda: len(self.queue))
-        metrics.QUEUE_OLDEST.set_function(lambda: self.queue.oldest_seconds)
-        metrics.RECONCILE_LONGEST.set_function(lambda: self.reconcile_workers.longest_seconds)
-        self._background = [
+        self._background: list[asyncio.Task[None]] = []
+        self._pages: list[web.AppRunner] = []
+
+    async def start(self) -> None:
+        """Start all background tasks and serve the pages."""
+        settings = self._settings
+        self._reconcile_workers.start()
+        metrics.QUEUE_LENGTH.set_function(lambda: len(self._queue))
+        metrics.QUEUE_OLDEST.set_function(lambda: self._queue.oldest_seconds)
+        metrics.RECONCILE_LONGEST.set_function(lambda: self._reconcile_workers.longest_seconds)
+        self._background += [
             asyncio.create_task(self._leadership.run(), name="lease"),
             asyncio.create_task(
                 resync(
-                    self.queue,
+                    self._queue,
                     self._kube.list_run_keys,
                     self._reconciler.known_keys,
                     settings.resync_seconds,
@@ -112,10 +138,11 @@ class OperatorRuntime:
                 for watch in self._watches(namespace)
             ),
         ]
-        self._pages = [
-            await metrics.serve_page(settings.metrics_port, "/metrics", self._metrics),
-            await metrics.serve_page(settings.probe_port, "/healthz", self._health),
-        ]
+        for port, path, page in (
+            (settings.metrics_port, "/metrics", self._metrics),
+            (settings.probe_port, "/healthz", self.health),
+        ):
+            self._pages.append(await metrics.serve_page(port, path, page))
 
     def _watches(self, namespace: str | None) -> tuple[Watch, ...]:
         return (
@@ -128,11 +155,11 @@ class OperatorRuntime:
         )
 
     async def stop(self) -> None:
-        """Stop all tasks, release the lease and close the connections."""
+        """Stop all tasks and pages, and release the lease."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        await self.reconcile_workers.stop()
+        await self._reconcile_workers.stop()
         await self._slow_writes.stop()
         try:
             await self._leadership.release()
@@ -140,8 +167,6 @@ class OperatorRuntime:
             log.warning("cannot release the lease: %s", error)
         for page in self._pages:
             await page.cleanup()
-        await self._session.close()
-        await self._kube.close()
 
     async def _metrics(self) -> web.Response:
         return await metrics.metrics_page(self._run_metrics)
@@ -151,23 +176,23 @@ class OperatorRuntime:
         leads = self._leadership.held.is_set()
         return run_registry(self._reconciler.run_states() if leads else [])
 
-    async def _health(self) -> web.Response:
+    async def health(self) -> web.Response:
         """Answer the kubelet's probes: status 500 makes it restart the operator."""
         try:
             self.check_alive()
         except RuntimeError as error:
             return web.Response(status=500, text=f"{error}\n")
-        busy, seconds = self.reconcile_workers.busy, round(self.seconds_since_event, 1)
+        busy, seconds = self._reconcile_workers.busy, round(self.seconds_since_event, 1)
         return web.json_response({"reconciling": busy, "secondsSinceEvent": seconds})
 
     def _apiserver_recovered(self) -> None:
-        self.reconcile_workers.retry_failed()
+        self._reconcile_workers.retry_failed()
 
     def _run_changed(self, run: Key) -> None:
         """Handle a watch event of a run. Events of our own writes are ignored."""
         self._note_event()
         if not self._reconciler.is_current(run):
-            self.queue.add(run)
+            self._queue.add(run)
 
     def _child_changed(self, run: Key) -> None:
         """Handle a watch event of a RayCluster or pod of a run.
@@ -175,7 +200,7 @@ class OperatorRuntime:
         A thousand pods that start make thousands of events.
         """
         self._note_event()
-        self.queue.add_throttled(run, CHILD_EVENTS_SECONDS)
+        self._queue.add_throttled(run, CHILD_EVENTS_SECONDS)
 
     @property
     def seconds_since_event(self) -> float:
@@ -192,7 +217,7 @@ class OperatorRuntime:
         dead = [task.get_name() for task in self._background if task.done()]
         if dead:
             raise RuntimeError(f"ended background tasks: {dead}")
-        if not self.reconcile_workers.alive:
+        if not self._reconcile_workers.alive:
             raise RuntimeError("a reconcile worker has died")
 
     def _note_event(self) -> None:

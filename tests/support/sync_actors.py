@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,15 +125,16 @@ class Exporter(TrainerActor):
     def __init__(self, folder: Path, pipeline: Pipeline) -> None:
         super().__init__(0, 1, pipeline)
         self._folder = folder
-        self._strategy: Any = _Policy()
+        self._policy = _Policy()
+        self._loaded: Any = SimpleNamespace(policy=self._policy)
 
     def become(
         self, version: int, share: float = 1.0, pause: float = 0.0, marker: Path = Path()
     ) -> None:
         """Switch to this version. With a pause, an export makes the file `marker`."""
-        self._strategy.weights = version_of(self._folder, version, share)
-        self._strategy.pause, self._strategy.marker = pause, marker
-        self._strategy.policy_version = version
+        self._policy.weights = version_of(self._folder, version, share)
+        self._policy.pause, self._policy.marker = pause, marker
+        self._policy.policy_version = version
 
 
 class AdapterTrainer(TrainerActor):
@@ -144,24 +146,25 @@ class AdapterTrainer(TrainerActor):
 
     def __init__(self, folder: Path, pipeline: Pipeline, files: Path | None = None) -> None:
         super().__init__(0, 1, pipeline)
-        self._source = ModelSource(str(files or folder))
-        self._strategy: Any = fsdp2_policy(
+        self._policy: Any = fsdp2_policy(
             lambda: add_lora(load_model(str(folder)), LoraSpec(rank=2, alpha=4.0)),
             OptimizerSpec(1e-3),
         )
+        source = ModelSource(str(files or folder))
+        self._loaded: Any = SimpleNamespace(policy=self._policy, source=source)
 
     def become(self, version: int) -> None:
         random = torch.Generator().manual_seed(version)
-        for _, adapter in self._strategy.adapters.weights():
+        for _, adapter in self._policy.adapters.weights():
             adapter.normal_(std=0.3, generator=random)
-        self._strategy.policy_version = version
+        self._policy.policy_version = version
 
     def whole(self) -> dict[str, np.ndarray]:
         """Return all weights, merged."""
-        return {name: value.numpy().copy() for name, value in self._strategy.export_weights()}
+        return {name: value.numpy().copy() for name, value in self._policy.export_weights()}
 
     def adapter_bytes(self) -> int:
-        return sum(int(value.nbytes) for _, value in self._strategy.adapters.weights())
+        return sum(int(value.nbytes) for _, value in self._policy.adapters.weights())
 
 
 class Engine(EngineActor):
@@ -170,13 +173,13 @@ class Engine(EngineActor):
     async def serve(self, folder: Path) -> int:
         """Start the engine. Returns the process id."""
         torch.set_num_threads(1)
-        self._engine = TransformersEngine(lambda: load_model(str(folder)), max_length=64)
-        await self._engine.start()
+        engine = self._engine = TransformersEngine(lambda: load_model(str(folder)), max_length=64)
+        await engine.start()
         return os.getpid()
 
     async def held(self) -> dict[str, np.ndarray]:
         """Return its current parameters."""
-        model: Any = self._engine._model  # type: ignore[attr-defined]
+        model = self._serving._held.model  # type: ignore[attr-defined]
         return {name: value.detach().numpy().copy() for name, value in model.named_parameters()}
 
     async def version_sampled(self) -> int:
@@ -184,7 +187,7 @@ class Engine(EngineActor):
         request = GenerationRequest(
             str(time.monotonic_ns()), "s", np.arange(5, dtype=np.int32), SamplingParams(1)
         )
-        return int((await asyncio.wait_for(self._engine.generate(request), 60)).versions_T[0])
+        return int((await asyncio.wait_for(self._serving.generate(request), 60)).versions_T[0])
 
 
 class Lossy:

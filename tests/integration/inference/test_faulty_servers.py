@@ -112,7 +112,7 @@ class Actor(EngineActor):
         return self._engine
 
     async def go_through(self, proxy: str) -> None:
-        http = self.server._http
+        http = self.server._started.http
         await http._session.close()
         http._session = aiohttp.ClientSession(
             proxy,

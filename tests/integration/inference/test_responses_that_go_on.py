@@ -34,22 +34,22 @@ class LongEngine(EngineActor):
 
     async def health(self) -> EngineStats:
         await asyncio.sleep(POLL_SECONDS)
-        return self._engine.stats()
+        return self._serving.stats()
 
     async def serve(self, folder: Path, version: int, pace: float) -> int:
         """Serve a model with at least `pace` seconds per token. Returns the process id."""
         request_port.PROGRESS_SECONDS = 0.05
-        self._engine = TransformersEngine(
+        engine = self._engine = TransformersEngine(
             lambda: load_model(str(folder)), max_length=512, version=version
         )
-        await self._engine.start()
-        compute = self._engine._compute
+        await engine.start()
+        compute = engine._held.compute
 
         def slowly(batch: Any) -> Any:
             time.sleep(pace)
             return compute(batch)
 
-        self._engine._compute = slowly  # type: ignore[assignment]
+        engine._held.compute = slowly  # type: ignore[assignment]
         return os.getpid()
 
 

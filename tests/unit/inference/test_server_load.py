@@ -49,7 +49,7 @@ class Server:
 
 def engine_on(made: type[Any], server: Server) -> Any:
     engine = made(Path("/model"), dtype="bfloat16", max_length=64, log_folder=Path("/logs"))
-    engine._http = server
+    engine._started = SimpleNamespace(http=server)
     return engine
 
 
@@ -85,11 +85,9 @@ async def test_sglang_does_not_start_with_a_load_that_cannot_be_read(
     server = Server("{}")
     for name in ("ServerProcess", "ServerClient"):
         monkeypatch.setattr(sglang_engine, name, lambda _: server)
-    for name in ("shapes_of_model", "is_tied"):
-        monkeypatch.setattr(sglang_engine, name, lambda _: {})
-    monkeypatch.setattr(
-        sglang_engine, "RequestLimits", SimpleNamespace(of_model=lambda *_: object())
-    )
+    for name, reader in (("RequestLimits", "of_model"), ("ServedModel", "read")):
+        made = SimpleNamespace(**{reader: lambda *_: object()})
+        monkeypatch.setattr(sglang_engine, name, made)
     monkeypatch.setattr(SglangOptions, "spec", lambda _: object())
     with pytest.raises(EngineStartError, match=r"see its log /logs/server.log\. .*'loads'"):
         await engine_on(SglangEngine, server).start()

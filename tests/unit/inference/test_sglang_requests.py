@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,8 +152,9 @@ async def test_a_response_that_has_ended_is_shown_no_more() -> None:
             await closes.wait()
 
     engine = SglangEngine(Path(), dtype="bfloat16", max_length=64, log_folder=Path())
-    engine._http, engine._refusal = Server(), ""  # type: ignore[assignment]
-    engine._limits = RequestLimits(100, 64)
+    model = SimpleNamespace(limits=RequestLimits(100, 64))
+    started: Any = SimpleNamespace(http=Server(), model=model)
+    engine._started, engine._refusal = started, ""
     response = asyncio.create_task(engine.generate(a_request()))
     await eventually_in_loop(lambda: engine.progress("r", 0) is not None, 20, "two tokens")
     ends.set()

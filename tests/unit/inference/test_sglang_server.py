@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -69,7 +70,8 @@ async def test_it_frees_its_memory_only_when_its_schedulers_are_idle(tmp_path: P
     engine = SglangEngine(
         tmp_path, dtype="bfloat16", max_length=64, log_folder=tmp_path, gpus=1, shares_gpus=True
     )
-    engine._server = SglangControl(cast(ServerClient, Http()))
+    http = cast(ServerClient, Http())
+    engine._started = cast(Any, SimpleNamespace(http=http, control=SglangControl(http)))
     await engine.sleep()
     assert calls == ["/flush_cache?timeout=30", "/release_memory_occupation"]
 

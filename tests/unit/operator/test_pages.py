@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from agenticrun_operator.cluster import DirectTransport, RunHead
 from agenticrun_operator.metrics import serve_page
-from agenticrun_operator.reconcile_workers import ReconcileWorkers
+from agenticrun_operator.resources import OperatorKey
 from agenticrun_operator.runtime import OperatorRuntime
 from agenticrun_operator.settings import Settings
-from agenticrun_operator.workqueue import Item
 from processes import free_port
 
 
@@ -39,28 +40,24 @@ async def test_a_pod_with_an_address_of_either_family_can_be_probed(host: str) -
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> OperatorRuntime:
+async def runtime(monkeypatch: pytest.MonkeyPatch) -> OperatorRuntime:
     monkeypatch.setenv("AGENTICRUN_OPERATOR_KEY", "k" * 32)
     monkeypatch.setenv("AGENTICRUN_WORKER_IMAGE", "worker:1")
-    return OperatorRuntime(Settings())
+    kube: Any = None
+    return OperatorRuntime(Settings(), kube, RunHead(DirectTransport(kube)), OperatorKey("k" * 32))
 
 
 async def test_the_health_page_fails_when_a_background_task_has_ended(
     runtime: OperatorRuntime,
 ) -> None:
-    async def reconcile(_item: Item) -> float | None:
-        return None
-
     task = asyncio.create_task(asyncio.sleep(60), name="lease")
-    runtime._background = [task]
-    slots = asyncio.Semaphore()
-    runtime.reconcile_workers = ReconcileWorkers(runtime.queue, reconcile, asyncio.Event(), slots)
-    runtime.reconcile_workers.start()
-    healthy = await runtime._health()
+    runtime._background.append(task)
+    runtime._reconcile_workers.start()
+    healthy = await runtime.health()
     assert healthy.status == 200
     assert json.loads(healthy.text or "")["reconciling"] == 0
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    ill = await runtime._health()
-    await runtime.reconcile_workers.stop()
+    ill = await runtime.health()
+    await runtime._reconcile_workers.stop()
     assert (ill.status, "ended background tasks: ['lease']" in (ill.text or "")) == (500, True)

@@ -70,6 +70,10 @@ class EngineActor(Traced):
         self.recorder = Recorder(name, ENGINE, self._load)
         node = current_node()
         self._gpus, self._shares_gpus = node.gpus, False
+        self._engine: InferenceEngine | None = None
+        """None until `start`."""
+        self._incoming: IncomingWeights | None = None
+        """The weight update that has begun last."""
         self._port = RequestPort(self._generate, self._abort, node.address, progress=self._progress)
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._verifier = Verifier()
@@ -93,7 +97,7 @@ class EngineActor(Traced):
         self._closing.set()
         if self._watcher is not None:
             self._watcher.cancel()
-        if hasattr(self, "_engine"):
+        if self._engine is not None:
             await self._engine.stop()
 
     async def health(self) -> EngineStats:
@@ -105,7 +109,7 @@ class EngineActor(Traced):
         await asyncio.wait({self._broken}, timeout=POLL_SECONDS)
         if self._broken.done():
             self._broken.result()
-        return self._engine.stats()
+        return self._serving.stats()
 
     async def use_gpus(self, gpus: tuple[str, ...]) -> None:
         """Compute on exactly these GPUs, which Ray has assigned to a trainer's ranks.
@@ -132,7 +136,7 @@ class EngineActor(Traced):
 
         logs = log_folder()
         with source.folder() as folder:
-            self._engine: InferenceEngine = build_engine(
+            engine = self._engine = build_engine(
                 pipeline,
                 source,
                 folder,
@@ -142,9 +146,9 @@ class EngineActor(Traced):
                 logs=logs,
                 shares_gpus=self._shares_gpus,
             )
-            await self._engine.start()
+            await engine.start()
             self._limits = RequestLimits.of_model(Path(folder), pipeline.sequence_length)
-        self._port.seats = self._engine.stats().seats
+        self._port.seats = engine.stats().seats
         self._watcher = asyncio.create_task(self._watch(), name="engine-health")
 
     async def sleep(self) -> None:
@@ -153,20 +157,20 @@ class EngineActor(Traced):
         Requests in flight are aborted; later ones wait for the next weights.
         """
         self._awake = False
-        await self._engine.abort()
+        await self._serving.abort()
         await asyncio.gather(*self._sampling)
-        await self._engine.sleep()
+        await self._serving.sleep()
 
     async def wake(self) -> None:
         """Take the device back. The engine has no weights until the next update."""
-        await self._engine.wake()
+        await self._serving.wake()
 
     async def begin_update(self, version: int) -> None:
         """Stop sampling. The buckets that follow are the weights of this policy version."""
         self._verifier.forget()
         if self.recorder.on:
             self.recorder.open(WEIGHTS, 0, WEIGHTS, {"version": version})
-        self._incoming = IncomingWeights(self._engine, version, self._verifier)
+        self._incoming = IncomingWeights(self._serving, version, self._verifier)
 
     async def take_bucket(self, path: str, checksum: int) -> None:
         """Load a file with some of the weights.
@@ -175,7 +179,7 @@ class EngineActor(Traced):
             CorruptBucket: the file does not match its checksum.
             EngineError: the update has failed.
         """
-        await self._incoming.take(Path(path), checksum)
+        await self._update.take(Path(path), checksum)
 
     async def finish_update(self) -> None:
         """Complete the update after the last bucket, and continue the requests in flight.
@@ -183,7 +187,7 @@ class EngineActor(Traced):
         Raises:
             EngineError: the update has failed.
         """
-        await self._incoming.finish()
+        await self._update.finish()
         self.recorder.close(WEIGHTS)
         self._awake = True
         for woken in self._waiting.values():
@@ -223,10 +227,20 @@ class EngineActor(Traced):
         return await self._port.address()
 
     async def stats(self) -> EngineStats:
-        return self._engine.stats()
+        return self._serving.stats()
+
+    @property
+    def _serving(self) -> InferenceEngine:
+        assert self._engine is not None, "start comes first"
+        return self._engine
+
+    @property
+    def _update(self) -> IncomingWeights:
+        assert self._incoming is not None, "begin_update comes first"
+        return self._incoming
 
     def _load(self) -> dict[str, float]:
-        stats = self._engine.stats()
+        stats = self._serving.stats()
         return {
             REQUESTS_IN_FLIGHT: self._port.load.requests,
             "requests computing": stats.running,
@@ -262,7 +276,7 @@ class EngineActor(Traced):
         self._sampling.add(task)
         task.add_done_callback(self._sampling.discard)
         try:
-            return self._checked(request, await self._engine.generate(request))
+            return self._checked(request, await self._serving.generate(request))
         except Exception as error:
             self._record_failure(error)
             if self._broken.done():
@@ -271,7 +285,7 @@ class EngineActor(Traced):
             raise
 
     def _progress(self, request_id: str, start: int) -> Generation | None:
-        engine = getattr(self, "_engine", None)
+        engine = self._engine
         sampled = (
             engine.progress(request_id, start) if isinstance(engine, ReportsProgress) else None
         )
@@ -294,7 +308,7 @@ class EngineActor(Traced):
             if woken := self._waiting.pop(request_id, None):
                 woken.set()
         try:
-            await self._engine.abort(request_ids)
+            await self._serving.abort(request_ids)
         except EngineError as error:  # other requests of the client continue
             self._record_failure(error)
 
@@ -305,8 +319,8 @@ class EngineActor(Traced):
         while not self._broken.done():
             await asyncio.sleep(POLL_SECONDS)
             try:
-                await self._engine.check_health()
-                stats = self._engine.stats()
+                await self._serving.check_health()
+                stats = self._serving.stats()
                 self._port.seats = stats.seats
                 pace.check(stats)
             except EngineError as error:
@@ -317,12 +331,13 @@ class EngineActor(Traced):
                 logged = repr(error)
 
     def _broadcast_engine(self) -> SupportsBroadcast:
-        if not isinstance(self._engine, SupportsBroadcast):
+        engine = self._serving
+        if not isinstance(engine, SupportsBroadcast):
             advice = "does not support broadcasts: choose Auto, ObjectStore or Disk"
             raise InvalidConfig(
-                "spec.pipeline.weightSync.transport", f"{type(self._engine).__name__} {advice}"
+                "spec.pipeline.weightSync.transport", f"{type(engine).__name__} {advice}"
             )
-        return self._engine
+        return engine
 
     def _record_failure(self, error: Exception) -> None:
         """Report an engine that cannot serve as broken. One that refuses a request is not."""

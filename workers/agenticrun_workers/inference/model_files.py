@@ -174,6 +174,24 @@ def is_tied(folder: Path) -> bool:
     return bool(_read_config(folder).get("tie_word_embeddings"))
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """What an engine keeps of the files of the model that its server serves."""
+
+    limits: RequestLimits
+    shapes: Shapes
+    tied: bool
+
+    @staticmethod
+    def read(folder: Path, limits: RequestLimits) -> ServedModel:
+        """Read the rest beside the limits. Raises `UnusableModel`."""
+        return ServedModel(limits, shapes_of_model(folder), is_tied(folder))
+
+    def update_check(self) -> UpdateCheck:
+        """Return a check of new weights."""
+        return UpdateCheck(self.shapes, tied=self.tied)
+
+
 class UpdateCheck:
     """Checks that an update brings exactly the parameters of the model.
 

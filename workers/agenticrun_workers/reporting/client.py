@@ -45,6 +45,8 @@ FINAL_TRIES = 30
 class ReporterClient(ProgressSink):
     """Posts the newest snapshot to the reporter in the background; a `ProgressSink`.
 
+    Needs a running event loop.
+
     Args:
         url: of the reporter.
         token: of the reporter.
@@ -52,9 +54,14 @@ class ReporterClient(ProgressSink):
     """
 
     def __init__(self, url: str, token: str, on_commands: Callable[[Commands], None]) -> None:
-        self._url = url
-        self._token = token
-        self._secret = secrets.token_hex(16)
+        import aiohttp  # not at the top: every command would start a third of a second later
+
+        secret = secrets.token_hex(16)
+        self._session = aiohttp.ClientSession(
+            url,
+            headers={TOKEN_HEADER: f"Bearer {token}", DRIVER_HEADER: secret},
+            timeout=aiohttp.ClientTimeout(total=5),
+        )
         self._on_commands = on_commands
         self._newest: Progress | None = None
         self._changed = asyncio.Event()
@@ -62,14 +69,7 @@ class ReporterClient(ProgressSink):
         self._reachable = True
 
     async def start(self) -> None:
-        """Start posting, on the running event loop."""
-        import aiohttp  # not at the top: every command would start a third of a second later
-
-        self._session = aiohttp.ClientSession(
-            self._url,
-            headers={TOKEN_HEADER: f"Bearer {self._token}", DRIVER_HEADER: self._secret},
-            timeout=aiohttp.ClientTimeout(total=5),
-        )
+        """Start posting."""
         self._poster = asyncio.create_task(self._post_forever(), name="reporter")
 
     @override

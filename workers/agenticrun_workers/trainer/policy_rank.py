@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.launch import packed
-from agenticrun_workers.models.source import ModelSources, TokenizerCorpus
+from agenticrun_workers.models.source import ModelSource, ModelSources, TokenizerCorpus
 from agenticrun_workers.processes import quick_imports
 from agenticrun_workers.tracing import span, traced
 from agenticrun_workers.trainer.batch import (
@@ -31,6 +31,7 @@ from agenticrun_workers.trainer.rank import (
     CRITIC,
     REFERENCE,
     Metrics,
+    RankModel,
     ReferenceUpdateMixin,
     combine,
 )
@@ -42,10 +43,44 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
+    from agenticrun_workers.algorithms.token_advantages import TokenSpec
     from agenticrun_workers.inference.parity import ParityProbe, ProbeSample
     from agenticrun_workers.models.lora import Adapters
     from agenticrun_workers.models.shape import ModelShape
+    from agenticrun_workers.trainer.actor_loss import LossSpec
+    from agenticrun_workers.trainer.critic import CriticTrainer, ValueLossSpec
     from agenticrun_workers.trainer.parity import Parity
+    from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
+    from agenticrun_workers.trainer.reference import ReferencePolicy
+    from agenticrun_workers.weights.collective import WeightGroup
+    from agenticrun_workers.weights.export import BucketWriter
+
+
+@dataclass(frozen=True)
+class RankModels:
+    """The models of a rank of the policy, and what the run asks of them."""
+
+    source: ModelSource
+    """The policy's."""
+    policy: PolicyTrainer
+    reference: ReferencePolicy | None
+    critic: CriticTrainer | None
+    """Reference and critic are None without one, and on pods of their own."""
+    loss: LossSpec
+    value_loss: ValueLossSpec
+    advantages: TokenSpec
+    recomputes_old: bool
+    """True if old log-probs are the trainer's, not the engines'."""
+
+    @property
+    def by_name(self) -> dict[str, RankModel]:
+        """The models of this rank, by the names of a checkpoint's modules."""
+        models: dict[str, RankModel | None] = {
+            ACTOR: self.policy,
+            REFERENCE: self.reference,
+            CRITIC: self.critic,
+        }
+        return {name: model for name, model in models.items() if model is not None}
 
 
 class TrainerActor(ReferenceUpdateMixin):
@@ -62,7 +97,12 @@ class TrainerActor(ReferenceUpdateMixin):
     ) -> None:
         super().__init__(rank, world_size, pipeline)
         self._hosted = hosted
+        self._loaded: RankModels | None = None
+        """None until `setup`."""
         self._batch: RankBatch | None = None
+        self._writers: dict[bool, BucketWriter] = {}
+        """On rank 0: that of adapters (True), and that of whole weights (False)."""
+        self._group: WeightGroup | None = None
 
     def make_model(self, model: InitializeModel, corpus: TokenizerCorpus) -> dict[str, bytes]:
         """Make the files of a model with random weights (`spec.model.initialize`).
@@ -120,23 +160,21 @@ class TrainerActor(ReferenceUpdateMixin):
 
         self._join(rendezvous, threads)
         pipeline = self._pipeline
-        self._source = sources.policy
-        self._strategy = strategies.build_strategy(pipeline, sources.policy)
-        self._reference = (
-            strategies.build_reference(pipeline, sources.reference, shared=True)
+        self._loaded = RankModels(
+            source=sources.policy,
+            policy=strategies.build_strategy(pipeline, sources.policy),
+            reference=strategies.build_reference(pipeline, sources.reference, shared=True)
             if REFERENCE in self._hosted
-            else None
-        )
-        self._critic = (
-            strategies.build_critic(pipeline, sources.critic, shared=True)
+            else None,
+            critic=strategies.build_critic(pipeline, sources.critic, shared=True)
             if CRITIC in self._hosted
-            else None
+            else None,
+            loss=specs.loss_spec(pipeline),
+            value_loss=specs.value_loss_spec(pipeline),
+            advantages=specs.token_spec(pipeline),
+            recomputes_old=specs.needs_old_logprobs(pipeline),
         )
-        self._loss = specs.loss_spec(pipeline)
-        self._value_loss = specs.value_loss_spec(pipeline)
-        self._token_spec = specs.token_spec(pipeline)
-        self._recomputes_old = specs.needs_old_logprobs(pipeline)
-        return self._strategy.data_rank
+        return self._loaded.policy.data_rank
 
     @traced
     def warm_up(self, keys: list[tuple[EpisodeKey, int]]) -> Metrics:
@@ -153,11 +191,11 @@ class TrainerActor(ReferenceUpdateMixin):
             for trajectory in self._fetch(keys)
             for sample in supervised_samples(trajectory, weight)
         ]
-        return dict(self._strategy.supervised_step(samples))
+        return dict(self._models.policy.supervised_step(samples))
 
     def end_warm_up(self) -> None:
         """Forget the optimizer's state. Call it after the last `warm_up`. Collective."""
-        self._strategy.end_warm_up()
+        self._models.policy.end_warm_up()
 
     @packed
     @traced
@@ -169,23 +207,23 @@ class TrainerActor(ReferenceUpdateMixin):
         Args:
             scores: of models on other pods, for all trajectories of the batch.
         """
-        algorithm = self._pipeline.algorithm
+        models, algorithm = self._models, self._pipeline.algorithm
         batch = self._batch = RankBatch(
             self._fetch(plan.items), algorithm.bootstrap_truncated, plan.mini_batches
         )
         gaps: LogprobGaps = {}
-        if self._recomputes_old:
+        if models.recomputes_old:
             with span("old_log_probs"):
-                batch.old_logprobs = self._strategy.compute_log_probs(batch.samples)
-            gaps = batch.logprob_gaps(self._strategy.policy_version)
+                batch.old_logprobs = models.policy.compute_log_probs(batch.samples)
+            gaps = batch.logprob_gaps(models.policy.policy_version)
         elif self._pipeline.old_log_probs == "Rollout":
             batch.old_logprobs = batch.rollout_logprobs()
-        if self._reference is not None:
+        if models.reference is not None:
             with span("ref_log_probs"):
-                batch.ref_logprobs = self._reference.compute_log_probs(batch.samples)
-        if self._critic is not None:
+                batch.ref_logprobs = models.reference.compute_log_probs(batch.samples)
+        if models.critic is not None:
             with span("values"):
-                batch.compute_values(self._critic.compute_values)
+                batch.compute_values(models.critic.compute_values)
         batch.merge_scores(scores)
         kl = batch.turn_kl(algorithm.reward_kl.kind) if algorithm.reward_kl else None
         return ScoredBatch(kl, gaps)
@@ -214,12 +252,12 @@ class TrainerActor(ReferenceUpdateMixin):
         from agenticrun_workers.trainer.parity import compare, precision_of, quantizes
 
         precision = precision_of(
-            getattr(torch, self._source.dtype),
+            getattr(torch, self._models.source.dtype),
             compute_device(),
             quantized=quantizes(self._pipeline.actor_infer.strategy.config),
         )
         layers = self._config().get_text_config(decoder=True).num_hidden_layers
-        return compare(self._strategy, engines, layers, precision)
+        return compare(self._models.policy, engines, layers, precision)
 
     @packed
     @traced
@@ -232,9 +270,9 @@ class TrainerActor(ReferenceUpdateMixin):
         Returns:
             metrics, equal on every rank, and the targets of a critic on other pods.
         """
-        batch = self._scored_batch()
-        metrics = batch.compute_advantages(self._token_spec, credits, self._strategy.sum_over_data)
-        critic_elsewhere = self._pipeline.uses_critic and self._critic is None
+        models, batch = self._models, self._scored_batch()
+        metrics = batch.compute_advantages(models.advantages, credits, models.policy.sum_over_data)
+        critic_elsewhere = self._pipeline.uses_critic and models.critic is None
         return dict(metrics), batch.value_targets() if critic_elsewhere else {}
 
     @traced
@@ -243,10 +281,11 @@ class TrainerActor(ReferenceUpdateMixin):
 
         Collective; the metrics are equal on every rank.
         """
-        assert self._critic is not None, "the critic lives on other pods"
+        critic, loss = self._models.critic, self._models.value_loss
+        assert critic is not None, "the critic lives on other pods"
         return combine(
             [
-                dict(self._critic.train_step(samples, self._value_loss))
+                dict(critic.train_step(samples, loss))
                 for samples in self._scored_batch().mini_batch_samples()
             ]
         )
@@ -261,18 +300,18 @@ class TrainerActor(ReferenceUpdateMixin):
             version: the policy version after this step.
             update: False leaves the weights alone, while the critic warms up.
         """
-        batch, self._batch = self._scored_batch(), None
+        models, batch, self._batch = self._models, self._scored_batch(), None
         # `score` has measured the gap to the engines if it recomputed log-probs.
-        before = None if self._recomputes_old else self._strategy.policy_version
+        before = None if models.recomputes_old else models.policy.policy_version
         metrics: Metrics = {}
         if update:
             metrics = combine(
                 [
-                    dict(self._strategy.train_step(samples, self._loss))
+                    dict(models.policy.train_step(samples, models.loss))
                     for samples in batch.mini_batch_samples(before)
                 ]
             )
-        self._strategy.policy_version = version
+        models.policy.policy_version = version
         return metrics
 
     def merge_plan(self) -> MergePlan | str | None:
@@ -285,7 +324,7 @@ class TrainerActor(ReferenceUpdateMixin):
 
         adapters = self._adapters()
         if self._rank == 0:
-            return plan_merge(adapters, self._source)
+            return plan_merge(adapters, self._models.source)
         deque(adapters.base(), maxlen=0)
         return None
 
@@ -304,25 +343,20 @@ class TrainerActor(ReferenceUpdateMixin):
         """
         from agenticrun_workers.weights.export import BucketWriter
 
-        writer = BucketWriter(Path(folder), buckets, deltas=deltas)
-        if adapters:
-            self._adapter_writer = writer
-        else:
-            self._writer = writer
+        self._writers[adapters] = BucketWriter(Path(folder), buckets, deltas=deltas)
 
     def close_whole_buckets(self) -> None:
         """Free the memory of whole weights, on rank 0."""
-        del self._writer
+        del self._writers[False]
 
     def export_weights(self, adapters: bool = False) -> Iterator[WrittenBucket]:
         """Write all parameters, or the adapters, into their buckets, on rank 0.
 
         Yields each bucket once it is written. Collective with `assist_export`.
         """
-        writer = self._adapter_writer if adapters else self._writer
         with self.recorder.span("export_weights"):
-            for written in writer.write(self._exported(adapters)):
-                yield replace(written, policy_version=self._strategy.policy_version)
+            for written in self._writers[adapters].write(self._exported(adapters)):
+                yield replace(written, policy_version=self._models.policy.policy_version)
 
     def host_broadcast(self, host: str, port: int, world: int) -> None:
         """Form a process group with the engines, on rank 0, at its last `rendezvous`.
@@ -333,7 +367,7 @@ class TrainerActor(ReferenceUpdateMixin):
         from agenticrun_workers.models.devices import compute_device
         from agenticrun_workers.weights.collective import WeightGroup
 
-        self._group: WeightGroup | None = None
+        self._group = None
         try:
             self._group = WeightGroup(
                 host, port, 0, world, compute_device(), self._taken_listener()
@@ -352,7 +386,7 @@ class TrainerActor(ReferenceUpdateMixin):
         broken: RuntimeError | None = None
         assert group is not None, "host_broadcast comes first"
         # Export to the end even after a failure: it is collective.
-        for _, tensor in self._strategy.export_weights():
+        for _, tensor in self._models.policy.export_weights():
             if broken is None:
                 try:
                     group.send(tensor)
@@ -371,38 +405,42 @@ class TrainerActor(ReferenceUpdateMixin):
     @traced
     def offload(self) -> None:
         """Move all models to host memory, which frees the device for an engine. Collective."""
-        for strategy in self._strategies():
-            strategy.offload()
+        for model in self._models.by_name.values():
+            model.offload()
 
     @traced
     def onload(self) -> None:
         """Move all models back to the device. Collective."""
-        for strategy in self._strategies():
-            strategy.onload()
+        for model in self._models.by_name.values():
+            model.onload()
 
     def _config(self) -> PretrainedConfig:
         from agenticrun_workers.models.pretrained import load_config
 
-        with self._source.folder() as folder:
-            return load_config(folder, trust_remote_code=self._source.trust_remote_code)
+        source = self._models.source
+        with source.folder() as folder:
+            return load_config(folder, trust_remote_code=source.trust_remote_code)
 
     def _scored_batch(self) -> RankBatch:
         assert self._batch is not None, "score comes first"
         return self._batch
 
     def _exported(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
-        return self._adapters().weights() if adapters else self._strategy.export_weights()
+        return self._adapters().weights() if adapters else self._models.policy.export_weights()
 
     def _adapters(self) -> Adapters:
-        assert self._strategy.adapters is not None, "the run trains adapters"
-        return self._strategy.adapters
+        adapters = self._models.policy.adapters
+        assert adapters is not None, "the run trains adapters"
+        return adapters
 
-    def _strategies(self) -> list[Any]:
-        return [
-            strategy
-            for strategy in (self._strategy, self._reference, self._critic)
-            if strategy is not None
-        ]
+    @property
+    def _models(self) -> RankModels:
+        assert self._loaded is not None, "setup comes first"
+        return self._loaded
 
-    def _part(self, name: str) -> Any:
-        return {ACTOR: self._strategy, CRITIC: self._critic, REFERENCE: self._reference}[name]
+    def _part(self, name: str) -> RankModel:
+        return self._models.by_name[name]
+
+    def _reference_model(self) -> ReferencePolicy:
+        assert self._models.reference is not None, "the reference lives on other pods"
+        return self._models.reference

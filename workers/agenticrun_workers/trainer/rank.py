@@ -11,7 +11,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_workers.errors import InvalidConfig
@@ -25,6 +25,8 @@ from agenticrun_workers.weights.buckets import Verifier
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from agenticrun_workers.trainer.reference import ReferencePolicy
 
 ACTOR, CRITIC, REFERENCE = "actor_train", "critic", "reference"
 """The models of a run that train or score; also the names of a checkpoint's modules."""
@@ -48,6 +50,28 @@ class Trajectories(Protocol):
     """The part of a `TrajectoryStore` that ranks call."""
 
     async def get(self, keys: list[EpisodeKey]) -> bytes: ...
+
+
+class RankModel(Protocol):
+    """A rank's part of a model. All methods are collective."""
+
+    def save(self, folder: str) -> None: ...
+
+    def load(self, folder: str) -> None: ...
+
+    def offload(self) -> None: ...
+
+    def onload(self) -> None: ...
+
+
+@runtime_checkable
+class TrainedModel(RankModel, Protocol):
+    """A model with an optimizer: the policy or the critic."""
+
+    @property
+    def rate_falls_from(self) -> float: ...
+
+    def stretch_schedule(self, steps_left: int) -> None: ...
 
 
 class RankActor(Traced):
@@ -130,8 +154,7 @@ class RankActor(Traced):
 
     def rate_falls_from(self, part: str) -> float:
         """Return the learning rate from which the schedule of one model falls on."""
-        rate: float = self._part(part).rate_falls_from
-        return rate
+        return self._trained(part).rate_falls_from
 
     def stretch_schedule(self, part: str, steps_left: int) -> None:
         """Let the learning rate of one model reach zero after so many more optimizer steps.
@@ -139,10 +162,15 @@ class RankActor(Traced):
         Raises:
             ScheduleEnded: it is zero already.
         """
-        self._part(part).stretch_schedule(steps_left)
+        self._trained(part).stretch_schedule(steps_left)
 
-    def _part(self, name: str) -> Any:
-        """Return the strategy that holds a model."""
+    def _trained(self, name: str) -> TrainedModel:
+        part = self._part(name)
+        assert isinstance(part, TrainedModel), f"{name} does not train"
+        return part
+
+    def _part(self, name: str) -> RankModel:
+        """Return this rank's part of a model."""
         raise NotImplementedError
 
     def _join(self, rendezvous: tuple[str, int], threads: int) -> None:
@@ -202,9 +230,14 @@ class ReferenceUpdateMixin(RankActor):
     `WeightSync` calls these methods; the weights come from the shared memory of the node.
     """
 
+    def __init__(self, rank: int, world_size: int, pipeline: Pipeline) -> None:
+        super().__init__(rank, world_size, pipeline)
+        self._arrived: list[Path] = []
+        """Files of the current update."""
+
     def begin_update(self, _version: int) -> None:
         """Start an update; its buckets follow."""
-        self._arrived: list[Path] = []
+        self._arrived.clear()
 
     def take_bucket(self, path: str, checksum: int) -> None:
         """Take a file with some of the weights.
@@ -218,13 +251,17 @@ class ReferenceUpdateMixin(RankActor):
     @traced
     def finish_update(self) -> None:
         """Load the received weights into the reference. Collective."""
-        self._part(REFERENCE).load_weights(self._parameters())
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         from agenticrun_workers.weights.buckets import SafetensorsReader
 
-        for path in self._arrived:
-            yield from SafetensorsReader().parameters(path)
+        def parameters() -> Iterator[tuple[str, Tensor]]:
+            for path in self._arrived:
+                yield from SafetensorsReader().parameters(path)
+
+        self._reference_model().load_weights(parameters())
+
+    def _reference_model(self) -> ReferencePolicy:
+        """Return this rank's part of the reference."""
+        raise NotImplementedError
 
 
 def combine(steps: list[Metrics]) -> Metrics:

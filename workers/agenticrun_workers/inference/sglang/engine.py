@@ -37,12 +37,7 @@ from agenticrun_workers.inference.engine import (
     SampledTokens,
     SupportsBroadcast,
 )
-from agenticrun_workers.inference.model_files import (
-    RequestLimits,
-    UpdateCheck,
-    is_tied,
-    shapes_of_model,
-)
+from agenticrun_workers.inference.model_files import RequestLimits, ServedModel, UpdateCheck
 from agenticrun_workers.inference.server_process import (
     ServerClient,
     ServerProcess,
@@ -84,6 +79,15 @@ class _InFlight:
     abandoned: bool = False
     """Aborted, but a paused server does not answer it."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class _Server:
+    """A server that was started."""
+
+    http: ServerClient
+    control: SglangControl
+    model: ServedModel
 
 
 class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
@@ -137,6 +141,8 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         self._restart_on_update = restart_on_update
         self._version = version
         self._process: ServerProcess | None = None
+        self._started: _Server | None = None
+        """None until `start`."""
         self._in_flight: dict[str, _InFlight] = {}
         self._rids = itertools.count()
         self._refusal = "the engine has not started"
@@ -155,16 +161,16 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     @override
     async def start(self) -> None:
         options = self._options
-        self._limits = RequestLimits.of_model(options.folder, options.max_length)
-        self._shapes, self._tied = shapes_of_model(options.folder), is_tied(options.folder)
+        limits = RequestLimits.of_model(options.folder, options.max_length)
+        model = ServedModel.read(options.folder, limits)
         process = self._process = ServerProcess(options.spec())
-        self._http = ServerClient(process)
-        self._server = SglangControl(self._http)
+        http = ServerClient(process)
+        self._started = _Server(http, SglangControl(http), model)
         await process.start()
         self._refusal = ""
         try:
             with readable_answer():
-                self._load.seats = read_load(await self._http.check(LOADS)).seats
+                self._load.seats = read_load(await http.check(LOADS)).seats
             await self._check_plugin(process.log)
         except EngineStartError:
             await self.stop()
@@ -183,7 +189,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     async def generate(self, request: GenerationRequest) -> Generation:
         if self._refusal:
             raise EngineError(self._refusal)
-        self._limits.check(request, self._in_flight)
+        self._server.model.limits.check(request, self._in_flight)
         caller = asyncio.current_task()
         assert caller is not None, "a coroutine runs in a task"
         flight = self._in_flight[request.request_id] = _InFlight("", caller)
@@ -222,9 +228,11 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                     flight.abandoned = True
                     flight.caller.cancel()
             if request_ids is None:
-                await self._server.abort_all()
+                await self._server.control.abort_all()
             else:
-                await asyncio.gather(*(self._server.abort(flight.rid) for flight in pending))
+                await asyncio.gather(
+                    *(self._server.control.abort(flight.rid) for flight in pending)
+                )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_SECONDS):
                     await asyncio.gather(*(flight.done.wait() for flight in pending))
@@ -233,7 +241,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     async def pause(self) -> None:
         async with self._changing:
             self._paused = True
-            await self._server.pause()
+            await self._server.control.pause()
 
     @override
     async def resume(self) -> None:
@@ -255,8 +263,8 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                     )
                 check.finish()
                 with self._load.held():
-                    await self._server.retract()
-                    await self._server.load_folder(Path(folder), version)
+                    await self._server.control.retract()
+                    await self._server.control.load_folder(Path(folder), version)
 
     @property
     @override
@@ -265,7 +273,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
 
     @override
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
-        await self._server.join_group(host, port, first_rank, world)
+        await self._server.control.join_group(host, port, first_rank, world)
 
     @override
     async def update_from_broadcast(
@@ -275,8 +283,8 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             check.add({name: tuple(shape) for name, shape in zip(names, shapes, strict=True)})
             check.finish()
             with self._load.held():
-                await self._server.retract()
-                await self._server.receive(names, dtypes, shapes, version)
+                await self._server.control.retract()
+                await self._server.control.receive(names, dtypes, shapes, version)
 
     @override
     async def sleep(self) -> None:
@@ -286,14 +294,14 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                 f"{len(self._in_flight)} requests are in flight: the engine cannot sleep"
             )
         self._refusal = "the engine sleeps"
-        await self._server.flush()
+        await self._server.control.flush()
         if self._options.gpus:
-            await self._server.release_memory()
+            await self._server.control.release_memory()
 
     @override
     async def wake(self) -> None:
         if self._options.gpus:
-            await self._server.resume_memory()
+            await self._server.control.resume_memory()
         self._refusal = (
             "the engine has no weights since it slept: nothing is served until an update succeeds"
         )
@@ -323,8 +331,8 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     async def check_health(self) -> None:
         """Its scheduler answers between two steps, also while it sleeps."""
         async with self._changing:
-            await self._http.check("/server_info")
-            answer = await self._http.check(LOADS)
+            await self._server.http.check("/server_info")
+            answer = await self._server.http.check(LOADS)
         with self._load.reading(), readable_answer():
             load = read_load(answer)
             self._load.seats = load.seats
@@ -342,7 +350,12 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                 async with asyncio.timeout(DRAIN_SECONDS):
                     await self.abort()
         await process.stop()
-        await self._http.close()
+        await self._server.http.close()
+
+    @property
+    def _server(self) -> _Server:
+        assert self._started is not None, "start comes first"
+        return self._started
 
     async def _check_plugin(self, log: Path) -> None:
         """Raise `EngineStartError` if the plug-in does not work.
@@ -356,7 +369,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         generation = await self.generate(
             GenerationRequest("plug-in", "", np.zeros(1, np.int32), sampling)
         )
-        expected = -math.log(self._limits.vocabulary)
+        expected = -math.log(self._server.model.limits.vocabulary)
         flat = np.allclose(generation.logprobs_T[:1], expected, rtol=0, atol=FLAT)
         if not len(generation.tokens_T) or not flat or generation.versions_T[0] < 0:
             raise EngineStartError(
@@ -368,7 +381,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         body = generate_body(request, flight.rid, self._load.stream_interval(self._generated))
         finish = None
         try:
-            async with aclosing(self._http.events(GENERATE, body)) as events:
+            async with aclosing(self._server.http.events(GENERATE, body)) as events:
                 async for event in events:
                     had = len(flight.sampled)
                     with readable_answer():
@@ -382,7 +395,9 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                 flight.caller.uncancel()
                 return FinishReason.ABORT
             # Without this, the server would notice the closed connection only after seconds.
-            self._background.add(task := asyncio.create_task(self._server.abort(flight.rid)))
+            self._background.add(
+                task := asyncio.create_task(self._server.control.abort(flight.rid))
+            )
             task.add_done_callback(self._background.discard)
             raise
         if finish is None:
@@ -394,22 +409,22 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         """Load weights inside the `with` block. The caller adds every parameter to the check."""
         async with self._changing:
             try:
-                yield UpdateCheck(self._shapes, tied=self._tied)
+                yield self._server.model.update_check()
                 if self._restart_on_update:
                     for flight in self._in_flight.values():
                         flight.restarts = True
-                    await self._server.abort_all()
+                    await self._server.control.abort_all()
             except BaseException as error:
                 self._refusal = (
                     f"the last weight update failed ({error}): "
                     "nothing is served until another succeeds"
                 )
                 with contextlib.suppress(EngineError):
-                    await self._server.pause()
+                    await self._server.control.pause()
                 raise
             self._version, self._refusal = version, ""
             await self._resume_server()
 
     async def _resume_server(self) -> None:
         if not self._paused and not self._refusal:
-            await self._server.resume()
+            await self._server.control.resume()

@@ -56,6 +56,16 @@ from agenticrun_workers.weights.collective import WeightGroup
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class _Loaded:
+    """A model that can compute."""
+
+    model: PreTrainedModel
+    compute: Forward
+    limits: RequestLimits
+    weights: EngineWeights
+
+
 class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     """The embedded engine; see the module's docstring. Implements `InferenceEngine`.
 
@@ -83,6 +93,8 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         restart_on_update: bool = False,
     ) -> None:
         self._load = load
+        self._loaded: _Loaded | None = None
+        """None until `start`."""
         self._max_length = max_length
         self._max_sessions = max_sessions
         self._max_step_tokens = max_step_tokens
@@ -111,14 +123,9 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     @override
     async def start(self) -> None:
         try:
-            loaded: tuple[PreTrainedModel, Forward] = await self._in_thread(self._load_checked)
+            self._loaded = await self._in_thread(self._load_checked)
         except (ModelLoadError, UnsupportedModel) as error:
             raise UnusableModel(str(error)) from error
-        self._model, self._compute = loaded
-        self._limits = RequestLimits(
-            int(self._model.get_input_embeddings().weight.shape[0]), self._max_length
-        )
-        self._weights = EngineWeights(self._model)
         self._ready.set()
         self._server = asyncio.create_task(self._serve(), name="transformers-engine")
 
@@ -168,14 +175,14 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         """After a failure, running requests wait for the next update; new requests are refused."""
         async with self._updating(version):
             async for part in parts:
-                await self._in_thread(self._weights.copy, part)
+                await self._in_thread(self._held.weights.copy, part)
 
     broadcast_ranks = 1
     """Number of ranks of the engine in a broadcast."""
 
     @override
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
-        await self._in_thread(self._weights.join, host, port, first_rank, world)
+        await self._in_thread(self._held.weights.join, host, port, first_rank, world)
 
     @override
     async def update_from_broadcast(
@@ -183,7 +190,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     ) -> None:
         """Fails as `update_weights` does."""
         async with self._updating(version):
-            await self._in_thread(self._weights.receive, names, dtypes, shapes)
+            await self._in_thread(self._held.weights.receive, names, dtypes, shapes)
 
     @override
     async def sleep(self) -> None:
@@ -195,12 +202,12 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             self._ready.clear()
             self._refusal = "the engine sleeps"
             self._caches = self._new_caches()
-            await self._in_thread(self._weights.drop)
+            await self._in_thread(self._held.weights.drop)
 
     @override
     async def wake(self) -> None:
         async with self._between_steps:
-            await self._in_thread(self._weights.allocate)
+            await self._in_thread(self._held.weights.allocate)
             self._refusal = "the engine has no weights since it slept"
 
     @override
@@ -241,12 +248,19 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             self._server = None
         self._thread.shutdown()
 
-    def _load_checked(self) -> tuple[PreTrainedModel, Forward]:
+    @property
+    def _held(self) -> _Loaded:
+        assert self._loaded is not None, "start comes first"
+        return self._loaded
+
+    def _load_checked(self) -> _Loaded:
         model = self._load()
         refuse_states(model)
         forward = Forward(model)
         check_parity(model, forward, self._max_length)
-        return model, forward
+        vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        limits = RequestLimits(vocabulary, self._max_length)
+        return _Loaded(model, forward, limits, EngineWeights(model))
 
     def _new_caches(self) -> Caches:
         if self._batch_invariant:
@@ -260,9 +274,9 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             self._ready.clear()
             self._refusal = None
             try:
-                self._weights.begin()
+                self._held.weights.begin()
                 yield
-                self._weights.finish()
+                self._held.weights.finish()
             except BaseException as error:
                 self._refusal = f"the last weight update failed ({error})"
                 raise
@@ -291,7 +305,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         self._check_running()
         if self._refusal is not None:
             raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
-        self._limits.check(request, ChainMap(self._waiting, self._running))
+        self._held.limits.check(request, ChainMap(self._waiting, self._running))
 
     async def _serve(self) -> None:
         """Compute step after step. The event loop is free while a step is computed."""
@@ -350,7 +364,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
 
     def _forward_batch(self, batch: list[RunningRequest]) -> tuple[list[int], list[float]]:
         self._prefilling = len(batch) * max(running.pending for running in batch)
-        sampled = self._compute(batch)
+        sampled = self._held.compute(batch)
         self._computed += self._prefilling
         self._prefilling = 0
         return sampled

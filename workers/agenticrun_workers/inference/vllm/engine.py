@@ -30,7 +30,7 @@ from agenticrun_workers.inference.engine import (
     SampledTokens,
     SupportsBroadcast,
 )
-from agenticrun_workers.inference.model_files import UpdateCheck, is_tied, shapes_of_model
+from agenticrun_workers.inference.model_files import ServedModel, UpdateCheck
 from agenticrun_workers.inference.server_process import (
     UPDATE_SECONDS,
     ServerClient,
@@ -73,6 +73,14 @@ class _InFlight:
     restarts: bool = False
     """New weights came: drop the sampled tokens and restart."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A server that was started."""
+
+    http: ServerClient
+    model: ServedModel
 
 
 class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
@@ -126,6 +134,8 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         self._restart_on_update = restart_on_update
         self._in_flight: dict[str, _InFlight] = {}
         self._process: ServerProcess | None = None
+        self._started: _Started | None = None
+        """None until `start`."""
         self._changing = asyncio.Lock()
         self._paused = False
         self._refusal: str | None = None
@@ -138,10 +148,9 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     @override
     async def start(self) -> None:
         folder = self._server.folder
-        self._limits = self._server.limits()
-        self._shapes, self._tied = shapes_of_model(folder), is_tied(folder)
+        model = ServedModel.read(folder, self._server.limits())
         process = self._process = ServerProcess(self._server.spec())
-        self._http = ServerClient(process)
+        self._started = _Started(ServerClient(process), model)
         await process.start()
         try:
             await self._workers("sample_by_request")
@@ -170,7 +179,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             )
         if self._refusal is not None:
             raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
-        self._limits.check(request, self._in_flight)
+        self._running.model.limits.check(request, self._in_flight)
         flight = self._in_flight[request.request_id] = _InFlight(request)
         with self._load.running():
             try:
@@ -308,6 +317,15 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         await process.stop()
         await self._http.close()
 
+    @property
+    def _running(self) -> _Started:
+        assert self._started is not None, "start comes first"
+        return self._started
+
+    @property
+    def _http(self) -> ServerClient:
+        return self._running.http
+
     async def _check_plugin(self) -> None:
         """Raise `EngineError` if the server cannot compute, or runs without `plugin.register`.
 
@@ -357,7 +375,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                 with self._load.held():
                     await self._hold()
                     await self._workers("begin_weights")
-                    check = UpdateCheck(self._shapes, tied=self._tied)
+                    check = self._running.model.update_check()
                     yield check
                     check.finish()
                     await self._workers("finish_weights")

@@ -36,6 +36,29 @@ class _Row(NamedTuple):
     """The server's own list of the tokens sampled so far. It grows."""
 
 
+class _Batch(NamedTuple):
+    """The requests of a batch, by row."""
+
+    rows: list[_Row]
+    seeds_B: Tensor
+    record_temperatures_B: Tensor
+    """Temperatures of the log-probs, float32 [B]."""
+    min_p_B: Tensor | None
+    """float32 [B]; None if no row has it."""
+
+    @staticmethod
+    def of(rows: list[_Row], device: torch.device) -> _Batch:
+        temperatures = [row.record_temperature for row in rows]
+        return _Batch(
+            rows,
+            seeds_on_device([row.seed for row in rows], device),
+            on_device(temperatures, torch.float32, device),
+            on_device([row.min_p for row in rows], torch.float32, device)
+            if any(row.min_p for row in rows)
+            else None,
+        )
+
+
 def _row(params: SamplingParams, outputs: list[int]) -> _Row:
     """Return the arguments of a request. Those of other clients get defaults, a random seed too."""
     arguments = params.extra_args or {}
@@ -55,7 +78,7 @@ class RequestArguments(LogitsProcessor):  # type: ignore[misc]
     ) -> None:
         self._device = torch.device(device)
         self._rows: dict[int, _Row] = {}
-        self._copy_rows(0)
+        self.batch = _Batch.of([], self._device)
 
     def is_argmax_invariant(self) -> bool:
         return True
@@ -66,7 +89,8 @@ class RequestArguments(LogitsProcessor):  # type: ignore[misc]
             self._rows, batch_update, lambda params, _prompt, outputs: _row(params, outputs)
         )
         if batch_update is not None:
-            self._copy_rows(batch_update.batch_size)
+            rows = [self._rows[number] for number in range(batch_update.batch_size)]
+            self.batch = _Batch.of(rows, self._device)
 
     def apply(self, logits: Tensor) -> Tensor:
         return logits
@@ -75,24 +99,10 @@ class RequestArguments(LogitsProcessor):  # type: ignore[misc]
         """Return a random number for the next token of each row, float64 [B]."""
         # The server also samples for rows whose prompt is incomplete, and drops those tokens: only
         # the lists know how many it has kept.
-        indices = [row.sampled + len(row.outputs) for row in self._batch]
+        indices = [row.sampled + len(row.outputs) for row in self.batch.rows]
         indices_B = on_device(indices, torch.int64, self._device)
-        uniforms_B: Tensor = uniforms(self._seeds_B, indices_B)
+        uniforms_B: Tensor = uniforms(self.batch.seeds_B, indices_B)
         return uniforms_B
-
-    def _copy_rows(self, count: int) -> None:
-        self._batch = rows = [self._rows[number] for number in range(count)]
-        self._seeds_B = seeds_on_device([row.seed for row in rows], self._device)
-        self.record_temperatures_B = on_device(
-            [row.record_temperature for row in rows], torch.float32, self._device
-        )
-        """Temperatures of the log-probs of the rows, float32 [B]."""
-        self.min_p_B = (
-            on_device([row.min_p for row in rows], torch.float32, self._device)
-            if any(row.min_p for row in rows)
-            else None
-        )
-        """min_p of the rows, float32 [B]; None if no row has it."""
 
 
 class RequestSampler(Sampler):  # type: ignore[misc]
@@ -119,7 +129,7 @@ class RequestSampler(Sampler):  # type: ignore[misc]
         arguments = next(
             each for each in sampling_metadata.logitsprocs.all if isinstance(each, RequestArguments)
         )
-        recorded_BV = (logits / arguments.record_temperatures_B[:, None]).log_softmax(-1)
+        recorded_BV = (logits / arguments.batch.record_temperatures_B[:, None]).log_softmax(-1)
         if sampling_metadata.all_greedy:
             return self.greedy_sample(logits), recorded_BV
         greedy_B = None if sampling_metadata.all_random else self.greedy_sample(logits)
@@ -134,7 +144,7 @@ class RequestSampler(Sampler):  # type: ignore[misc]
             logits.softmax(-1),
             sampling_metadata.top_k,
             sampling_metadata.top_p,
-            arguments.min_p_B,
+            arguments.batch.min_p_B,
         )
         sampled_B = sample(weights_BV, arguments.uniforms())
         if greedy_B is not None:
