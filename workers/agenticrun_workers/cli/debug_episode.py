@@ -113,7 +113,11 @@ async def play(debug: DebugRequest) -> None:
     chat = ChatFormat(tokenizer)
     view = EpisodeView(debug.console, chat)
     env: Any = make_env(spec.type, spec.config)
-    film = _film(env) if debug.render else None
+    film: FrameRecorder | None = None
+    if debug.render:
+        if not isinstance(env, Renders):
+            raise CannotPlay(f"{type(env).__name__} has no render(): leave out --render")
+        film = FrameRecorder(env)
     printed_env = cast(Env, PrintedEnv(film or env, view))
     limits = replace(agent_limits(pipeline, spec, Stream.TRAIN), step_timeout=None)
     agent = make_agent(spec.agent.type, spec.agent.config, tokenizer=tokenizer, limits=limits)
@@ -131,12 +135,6 @@ async def play(debug: DebugRequest) -> None:
     if film and debug.render:
         debug.render.write_bytes(animated_gif(film.frames))
         view.note(f"{debug.render}: {len(film.frames)} images")
-
-
-def _film(env: Any) -> FrameRecorder:
-    if not isinstance(env, Renders):
-        raise CannotPlay(f"{type(env).__name__} has no render(): leave out --render")
-    return FrameRecorder(env)
 
 
 def _episode(debug: DebugRequest) -> Episode:

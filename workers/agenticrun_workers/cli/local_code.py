@@ -222,13 +222,10 @@ def _elsewhere(top: str, folder: Path) -> ModuleSpec | None:
 
 
 def _is_installed(path: Path) -> bool:
-    places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *_site_folders()}
+    sites = (path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
+    places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sites}
     resolved = path.resolve()
     return any(resolved.is_relative_to(Path(place).resolve()) for place in places)
-
-
-def _site_folders() -> Iterator[str]:
-    return (path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
 
 
 def _add_data(code: LocalCode, value: str, place: str, is_path: bool) -> None:

@@ -184,7 +184,14 @@ def charts(lines: Sequence[Line]) -> list[tuple[str, Markup]]:
     """Return title and drawing of each chart that the metrics have values for."""
     found = []
     for title, names in CURVES.items():
-        drawn = {name: _points(lines, name) for name in names}
+        drawn: dict[str, Points] = {
+            name: [
+                (line["step"], line[name])
+                for line in lines
+                if name in line and math.isfinite(line[name])
+            ]
+            for name in names
+        }
         drawn = {name: points for name, points in drawn.items() if points}
         ending = LEVELS.get(title)
         levels = {
@@ -196,12 +203,6 @@ def charts(lines: Sequence[Line]) -> list[tuple[str, Markup]]:
         if drawn:
             found.append((title, curves(drawn, levels)))
     return found
-
-
-def _points(lines: Iterable[Line], name: str) -> Points:
-    return [
-        (line["step"], line[name]) for line in lines if name in line and math.isfinite(line[name])
-    ]
 
 
 def _phases(steps: Sequence[Line]) -> dict[str, Points]:

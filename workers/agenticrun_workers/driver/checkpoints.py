@@ -158,12 +158,13 @@ class CheckpointStore:
         deleted. Later steps are left from an earlier attempt; this attempt resumed before them.
         Nothing is written if the checkpoint saved or restored last is of this step.
         """
+        current = self._current
         if (
-            self._current is not None
-            and self._current.step == state.step
-            and await asyncio.to_thread(self._intact, self._current.folder)
+            current is not None
+            and current.step == state.step
+            and await asyncio.to_thread(self._complete, Folder(current.folder)) is not None
         ):
-            return self._current
+            return current
         folder = self._base / _name(state.step)
         try:
             return await self._write(folder, state, modules)
@@ -207,7 +208,10 @@ class CheckpointStore:
             InvalidConfig: the base is not writable; what `resume` names does not exist; or the
                 named checkpoint, or every one in question, is damaged or of another model.
         """
-        await asyncio.to_thread(self._require_writable)
+        try:
+            await asyncio.to_thread(self._base.require_writable)
+        except UnusableStorage as error:
+            raise InvalidConfig("spec.checkpoint.uri", str(error)) from error
         for source in dict.fromkeys(("Auto", resume) if restarted else (resume,)):
             folders = await asyncio.to_thread(self._candidates, source)
             found = await self._load_first(folders, modules, any_run=source != "Auto")
@@ -304,12 +308,6 @@ class CheckpointStore:
         checkpoint = _checkpoint(folder, manifest)
         return checkpoint, checkpoint.driver_state()
 
-    def _require_writable(self) -> None:
-        try:
-            self._base.require_writable()
-        except UnusableStorage as error:
-            raise InvalidConfig("spec.checkpoint.uri", str(error)) from error
-
     def _steps(self) -> list[Folder]:
         """Return the folders of steps, newest first; some may be half-written."""
         return steps_in(self._base)
@@ -347,9 +345,6 @@ class CheckpointStore:
             log.warning("the checkpoint %s is damaged: %s", folder, error)
             return None
         return manifest
-
-    def _intact(self, folder: str) -> bool:
-        return self._complete(Folder(folder)) is not None
 
     def _delete_old(self, step: int) -> None:
         """Keep the newest complete checkpoints up to `step`, and all of other runs."""

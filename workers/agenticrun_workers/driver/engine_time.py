@@ -120,12 +120,8 @@ class EngineTime:
 
     def _wanted_seats(self) -> int:
         """Return the seats of the largest engines so far, as many as are wanted."""
-        return sum(self._known_seats()[: self._engines.count])
-
-    def _known_seats(self) -> list[int]:
-        """Return the seats of all engines so far, the largest first."""
         newest = [stats.seats for _, stats in self._newest.values()]
-        return sorted([*newest, *self._old_seats], reverse=True)
+        return sum(sorted([*newest, *self._old_seats], reverse=True)[: self._engines.count])
 
     def _forget_silent(self) -> None:
         """Forget engines that have been silent for longest: they are gone for good."""

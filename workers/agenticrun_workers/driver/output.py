@@ -88,8 +88,13 @@ class OutputCopy:
             return
         for path in paths:
             try:
-                if not path.is_symlink() and path.is_file() and path.name != FETCHED:
-                    self._copy_if_changed(path)
+                if path.is_symlink() or not path.is_file() or path.name == FETCHED:
+                    continue
+                name, state = str(path.relative_to(self._output)), path.stat()
+                version = (state.st_size, state.st_mtime_ns)
+                if self._copied.get(name) != version:
+                    self._target.upload(name, path)
+                    self._copied[name] = version
             except Exception as error:  # drivers have exceptions of their own
                 self._refused(error)
                 refused += 1
@@ -103,13 +108,6 @@ class OutputCopy:
                 "cannot copy the output to %s: %s: %s", self._target, type(error).__name__, error
             )
         self._works = False
-
-    def _copy_if_changed(self, path: Path) -> None:
-        name, state = str(path.relative_to(self._output)), path.stat()
-        version = (state.st_size, state.st_mtime_ns)
-        if self._copied.get(name) != version:
-            self._target.upload(name, path)
-            self._copied[name] = version
 
 
 @asynccontextmanager

@@ -118,7 +118,9 @@ class TraceSession:
         share = min(MAX_SPANS_EACH, MAX_SPANS // (len(actors) + 1))
         recorded = {name: actors[name] for name in clocks}
         self.recorder.begin(share)
-        await self._of_all(recorded, lambda actor: _begin_in(actor, share), notes)
+        await self._of_all(
+            recorded, lambda actor: actor.call(lambda traced: traced.begin_trace(share)), notes
+        )
         self._session = _Session(request, self._step, recorded, clocks, notes)
         self._session.watcher = asyncio.create_task(self._watch(self._session), name="trace")
         log.info("recording a trace of %d steps from step %d", request.steps, self._step + 1)
@@ -226,10 +228,6 @@ async def _clock_of(actor: ActorHandle[Traced]) -> list[RoundTrip]:
         reading = await actor.call(lambda traced: traced.trace_clock())
         trips.append(RoundTrip(sent, reading, time.perf_counter_ns()))
     return trips
-
-
-async def _begin_in(actor: ActorHandle[Traced], max_spans: int) -> None:
-    await actor.call(lambda traced: traced.begin_trace(max_spans))
 
 
 async def _recording_of(actor: ActorHandle[Traced]) -> Recording | None:

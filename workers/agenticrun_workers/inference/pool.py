@@ -331,18 +331,18 @@ class EnginePool:
         self, work: Callable[[], Coroutine[Any, Any, None]], name: str
     ) -> asyncio.Task[None]:
         """Run `work` until `stop`. An error in it ends the attempt."""
-        task = asyncio.create_task(self._or_fail(work), name=name)
+
+        async def work_or_fail() -> None:
+            try:
+                await work()
+            except Exception as error:
+                if not self.failure.done():
+                    self.failure.set_exception(error)
+
+        task = asyncio.create_task(work_or_fail(), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _or_fail(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `work`. An error in it ends the attempt."""
-        try:
-            await work()
-        except Exception as error:
-            if not self.failure.done():
-                self.failure.set_exception(error)
 
     async def _add(self, slot: _Slot) -> None:
         """Start an engine in a slot, and watch it from the moment at which it serves."""

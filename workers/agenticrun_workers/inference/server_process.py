@@ -153,7 +153,10 @@ class ServerProcess:
             except BaseException:
                 await self.stop()
                 raise
-            if not self._port_was_taken():
+            port_was_taken = (
+                listeners(self._port) or "address already in use" in self._tail().lower()
+            )
+            if not port_was_taken:
                 raise EngineStartError(self.failure())
         raise EngineStartError(
             f"{spec.name} found its port taken {START_TRIES} times. {self._log_end()}"
@@ -248,9 +251,6 @@ class ServerProcess:
         self._kill_all(self._supervisor)
         await self._supervisor.wait()
         return False
-
-    def _port_was_taken(self) -> bool:
-        return bool(listeners(self._port)) or "address already in use" in self._tail().lower()
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()

@@ -207,20 +207,17 @@ class RankActor(Traced):
         return listener
 
     def _fetch(self, keys: Sequence[tuple[EpisodeKey, int]]) -> list[Trajectory]:
-        with span("fetch", trajectories=len(keys)):
-            return self._fetched(keys)
-
-    def _fetched(self, keys: Sequence[tuple[EpisodeKey, int]]) -> list[Trajectory]:
         by_store: dict[int, list[EpisodeKey]] = defaultdict(list)
         for key, store in keys:
             by_store[store].append(key)
-        found = [
-            self._stores[store].call(lambda kept: kept.get(wanted))
-            for store, wanted in by_store.items()
-        ]
-        trajectories = {
-            trajectory.key: trajectory for part in found for trajectory in unpack(part.wait())
-        }
+        with span("fetch", trajectories=len(keys)):
+            found = [
+                self._stores[store].call(lambda kept: kept.get(wanted))
+                for store, wanted in by_store.items()
+            ]
+            trajectories = {
+                trajectory.key: trajectory for part in found for trajectory in unpack(part.wait())
+            }
         return [trajectories[key] for key, _ in keys]
 
 

@@ -69,15 +69,13 @@ class BucketWriter:
         """
         exported = iter(weights)
         for mapped in self._buckets:
-            overwrite = _Overwrite(mapped, deltas=self._deltas and self._was_written(mapped.bucket))
+            was_written = mapped.bucket.index in self._checksums
+            overwrite = _Overwrite(mapped, deltas=self._deltas and was_written)
             for tensor in mapped.bucket.tensors:
                 overwrite.append(_bytes_of(tensor, next(exported, None)))
             yield self._finish(mapped.bucket, overwrite)
         if (more := next(exported, None)) is not None:
             raise ValueError(f"the trainer exports {more[0]}, which it did not export at first")
-
-    def _was_written(self, bucket: Bucket) -> bool:
-        return bucket.index in self._checksums
 
     def _finish(self, bucket: Bucket, overwrite: _Overwrite) -> WrittenBucket:
         delta = overwrite.delta()

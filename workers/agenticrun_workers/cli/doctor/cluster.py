@@ -81,8 +81,8 @@ def cluster_findings(kubectl: Kubectl) -> dict[str, Finding]:
         "operator": _operator,
         "KubeRay": _kuberay,
         "GPUs": _gpus,
-        "quotas": _quotas,
-        "storage": _storage,
+        "quotas": lambda kubectl: quotas_left(kubectl.json("resourcequotas")["items"]),
+        "storage": lambda kubectl: default_class(kubectl.json("storageclasses")["items"]),
         "rights": _rights,
     }
     return {"apiserver": kubernetes(server), **_checked(checks, kubectl)}
@@ -351,10 +351,6 @@ def gpus_left(nodes: list[Node]) -> Finding:
     )
 
 
-def _quotas(kubectl: Kubectl) -> Finding:
-    return quotas_left(kubectl.json("resourcequotas")["items"])
-
-
 def limits_pods(name: str) -> bool:
     """Return whether a resource of a quota is one that pods or their volume claims use."""
     return name.startswith(("requests.", "limits.", "count/pods")) or name in (
@@ -387,10 +383,6 @@ def quotas_left(quotas: Objects) -> Finding:
             "pods of a new run would be denied: raise the quota, or use another namespace",
         )
     return ok(", ".join(shown) or "none in this namespace")
-
-
-def _storage(kubectl: Kubectl) -> Finding:
-    return default_class(kubectl.json("storageclasses")["items"])
 
 
 def default_class(classes: Objects) -> Finding:

@@ -184,7 +184,11 @@ def images_are_known(run: AgenticRun, nodes: Objects, operators: Objects) -> Fin
         for image in node["status"].get("images") or []
         for name in image.get("names") or []
     }
-    new = {image: field for image, field in named.items() if not _is_present(image, present)}
+    new = {
+        image: field
+        for image, field in named.items()
+        if present.isdisjoint((image, f"docker.io/{image}", f"docker.io/library/{image}"))
+    }
     if new:
         shown = ", ".join(f"{image} ({field})" for image, field in new.items())
         return warning(
@@ -204,10 +208,6 @@ def _images(run: AgenticRun) -> dict[str, str]:
     if spec.code and spec.code.image:
         found.setdefault(spec.code.image.reference, "spec.code.image.reference")
     return found
-
-
-def _is_present(image: str, present: set[str]) -> bool:
-    return not present.isdisjoint((image, f"docker.io/{image}", f"docker.io/library/{image}"))
 
 
 def _have_image_for(run: AgenticRun, operators: Objects) -> bool:

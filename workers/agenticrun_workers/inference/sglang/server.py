@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -353,9 +352,13 @@ class SglangControl:
         version: int,
     ) -> None:
         """Load all weights from the collective, and drop the cache."""
-        async with self._update_session():
-            body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": GROUP}
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": GROUP}
+        await self._post("/begin_weight_update", {})
+        try:
             await self._update("/update_weights_from_distributed", body, version)
+        finally:
+            # Also after a failure: the server refuses a second session while one is open.
+            await self._post("/end_weight_update", {})
 
     async def flush(self) -> None:
         """Wait until the schedulers are idle, and drop the cache. No request may be in flight.
@@ -370,15 +373,6 @@ class SglangControl:
 
     async def resume_memory(self) -> None:
         await self._post("/resume_memory_occupation", {})
-
-    @asynccontextmanager
-    async def _update_session(self) -> AsyncIterator[None]:
-        await self._post("/begin_weight_update", {})
-        try:
-            yield
-        finally:
-            # Also after a failure: the server refuses a second session while one is open.
-            await self._post("/end_weight_update", {})
 
     async def _update(self, path: str, body: Mapping[str, Any], version: int) -> None:
         await self._post(path, {**body, "weight_version": str(version), "flush_cache": True})

@@ -280,17 +280,13 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             except BaseException as error:
                 self._refusal = f"the last weight update failed ({error})"
                 raise
-            self._use_version(version)
+            self._version = version
+            self._caches.invalidate()  # keys and values of the old weights
+            for running in self._running.values():
+                running.cached = 0
+                if self._restart_on_update:
+                    self._aborted += running.restart()
             self._ready.set()
-
-    def _use_version(self, version: int) -> None:
-        """Use the new weights: drop all cached keys and values."""
-        self._version = version
-        self._caches.invalidate()
-        for running in self._running.values():
-            running.cached = 0
-            if self._restart_on_update:
-                self._aborted += running.restart()
 
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
