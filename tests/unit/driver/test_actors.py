@@ -14,7 +14,8 @@ import pytest
 from agenticrun_api import Role, parse_run
 from agenticrun_workers.driver.actors import ActorStarter, torch_threads
 from agenticrun_workers.driver.pools import ActorPools
-from agenticrun_workers.driver.start_up import check_fit, running_actors, until_death
+from agenticrun_workers.driver.rank_handles import check_fit
+from agenticrun_workers.driver.start_up import running_actors, until_death
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.launch import ActorUnavailable

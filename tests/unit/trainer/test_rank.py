@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from agenticrun_api import Role
-from agenticrun_workers.driver import start_up
-from agenticrun_workers.driver.start_up import load_on
+from agenticrun_workers.driver import rank_handles
 from agenticrun_workers.models import pretrained
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.source import ModelSource, ModelSources
@@ -63,8 +62,8 @@ async def test_warnings_of_a_process_of_its_own_are_in_the_log_of_the_driver(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sources: Any = None
-    await load_on([Handle(rank, monkeypatch)], sources, 1)  # type: ignore[list-item]
-    repeated = [each.message for each in caplog.records if each.name == start_up.__name__]
+    await rank_handles.load_on([Handle(rank, monkeypatch)], sources, 1)  # type: ignore[list-item]
+    repeated = [each.message for each in caplog.records if each.name == rank_handles.__name__]
     assert repeated == ["folder holds 1 weights that its model does not use"]
 
 
