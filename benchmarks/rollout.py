@@ -589,7 +589,7 @@ async def hand_over(agent: str, episodes: int, seconds: float, traced: bool) -> 
     ]
     if traced:
         worker.begin_trace(MAX_SPANS_EACH)
-    await worker.submit(pack(tasks))
+    await worker.submit(tasks)
     await asyncio.sleep(seconds / 2)
     figures = {"rate": await measured_rate(seconds)}
     if agent == "endless" and not traced:

@@ -23,7 +23,6 @@ from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
-from agenticrun_workers.serialization import unpack
 from agenticrun_workers.types import StopReason, Trajectory
 from rollout_fakes import Remote
 
@@ -134,7 +133,7 @@ class World(ABC):
     async def _check(self, batch: Batch) -> None:
         self._trained += [group.number for group in batch.groups]
         self._rerolled += batch.counts.rerolled
-        for trajectory in unpack(await self._store.get([result.key for result in batch.results])):
+        for trajectory in await self._store.get([result.key for result in batch.results]):
             self.check(trajectory)
         assert {result.stop_reason for result in batch.results} <= {
             StopReason.COMPLETED,

@@ -27,7 +27,6 @@ from agenticrun_workers.rollout.groups import (
     VersionBounds,
 )
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
-from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory
 from rollout_fakes import Mute, Remote, result
 from virtual_clock import on_virtual_clock
@@ -57,17 +56,17 @@ class MortalWorker:
     async def set_bounds(self, bounds: VersionBounds) -> None:
         self.bounds = bounds
 
-    async def submit(self, tasks: bytes) -> None:
-        for task in unpack(tasks):
+    async def submit(self, tasks: list[EpisodeTask]) -> None:
+        for task in tasks:
             asyncio.get_running_loop().create_task(self._play_one(task))
 
-    async def collect(self) -> bytes:
+    async def collect(self) -> list[EpisodeResult]:
         taking = asyncio.ensure_future(self._outbox.take(5.0))
         either: set[asyncio.Future[Any]] = {taking, self._death}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._death.done():
             raise ActorDied("killed")
-        return pack(taking.result())
+        return taking.result()
 
     async def _play_one(self, task: EpisodeTask) -> None:
         group, member = task.key.group, task.key.member
@@ -233,7 +232,7 @@ async def test_a_failure_also_ends_the_tasks_of_a_worker_that_is_just_gone() -> 
             await asyncio.Event().wait()
 
     class Failing(MortalWorker):
-        async def collect(self) -> bytes:
+        async def collect(self) -> list[EpisodeResult]:
             await asked.wait()
             raise ZeroDivisionError("a mistake of ours")
 
@@ -260,7 +259,7 @@ async def test_an_abort_does_not_overtake_its_episode() -> None:
     came = asyncio.Event()
 
     class SlowToHear(MortalWorker):
-        async def submit(self, tasks: bytes) -> None:
+        async def submit(self, tasks: list[EpisodeTask]) -> None:
             await came.wait()
             calls.append("submit")
 
@@ -411,7 +410,7 @@ async def test_a_worker_that_fails_and_lives_ends_the_run_with_its_own_words(
     error: Exception, words: str
 ) -> None:
     class Failing(MortalWorker):
-        async def collect(self) -> bytes:
+        async def collect(self) -> list[EpisodeResult]:
             raise error
 
     async def spawn() -> Remote:
@@ -428,7 +427,7 @@ async def test_a_worker_that_fails_and_lives_ends_the_run_with_its_own_words(
 
 async def test_a_worker_that_ray_cannot_reach_is_ended_before_others_play_its_groups() -> None:
     class OutOfReach(MortalWorker):
-        async def collect(self) -> bytes:
+        async def collect(self) -> list[EpisodeResult]:
             raise ActorUnavailable("the network is slow")
 
     made: list[Remote] = []
@@ -507,7 +506,7 @@ def test_a_replaced_worker_that_goes_on_stores_nothing() -> None:
             numbers.append(endpoints.worker)
 
     class Frozen(Numbered):
-        async def collect(self) -> bytes:
+        async def collect(self) -> list[EpisodeResult]:
             await asyncio.Event().wait()
             raise AssertionError
 
@@ -526,10 +525,10 @@ def test_a_replaced_worker_that_goes_on_stores_nothing() -> None:
             Trajectory(key, "A", (), StopReason.COMPLETED, {"success": success})
             for success in (0.0, 1.0)
         )
-        await store.put(pack([rerun]), 2)
+        await store.put([rerun], 2)
         with pytest.raises(PermissionError, match="env worker 1 was replaced"):
-            await store.put(pack([late]), 1)
-        (kept,) = unpack(await store.get([key]))
+            await store.put([late], 1)
+        (kept,) = await store.get([key])
         return dict(kept.metrics)
 
     assert on_virtual_clock(play()) == {"success": 1.0}
@@ -546,12 +545,12 @@ async def test_a_stored_trajectory_whose_worker_died_before_its_result_came_is_n
     for key in keys:
         for branch in (0, 1):
             stored = Trajectory(replace(key, branch=branch), "A", (), StopReason.COMPLETED)
-            await store.put(pack([stored]), 1)
+            await store.put([stored], 1)
     world.pool.abort(1)
     world.pool._deliver(worker, result(0))
     await world.pool._refuse(worker)
     delivered = [keys[0], replace(keys[0], branch=1)]
-    assert [each.key for each in unpack(await store.get(delivered))] == delivered
+    assert [each.key for each in await store.get(delivered)] == delivered
     assert await store.size() == len(delivered)
     world.workers[0].die()
     world.released.set()
@@ -651,7 +650,7 @@ async def test_others_play_the_groups_of_a_worker_that_takes_too_long_to_leave(
     assert reasons(await asyncio.gather(*playing)) == {StopReason.COMPLETED}
     assert world.pool.lost_episodes == 2
     with pytest.raises(PermissionError):
-        await store.put(pack([]), 2)
+        await store.put([], 2)
     await world.pool.stop()
 
 

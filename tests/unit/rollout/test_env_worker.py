@@ -31,7 +31,6 @@ from agenticrun_workers.rollout.env_worker import (
 )
 from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, EpisodeTask, VersionBounds
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
-from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from rollout_fakes import FakeEngine, Remote
 from tiny_runs import tiny_run
@@ -183,7 +182,7 @@ async def test_calls_that_overtake_each_other_change_nothing(tmp_path: Path) -> 
     world = World(pipeline(), tmp_path)
     newest = Endpoints(2, {"engine-0": Remote(world.engine)}, [Remote(world.store)])
     worker = await world.spawn()
-    playing = asyncio.create_task(worker.submit(pack(members())))
+    playing = asyncio.create_task(worker.submit(members()))
     await asyncio.sleep(0)
     assert not playing.done()
     await worker.set_endpoints(newest)
@@ -193,7 +192,7 @@ async def test_calls_that_overtake_each_other_change_nothing(tmp_path: Path) -> 
     await asyncio.wait_for(playing, 60)
     results: list[EpisodeResult] = []
     while len(results) < 2:
-        results += unpack(await asyncio.wait_for(worker.collect(), 60))
+        results += await asyncio.wait_for(worker.collect(), 60)
     assert [result.stop_reason for result in results] == ["max_turns"] * 2
     assert await world.store.size() == 2
 
@@ -207,12 +206,12 @@ async def test_an_episode_that_is_aborted_before_its_first_step_has_a_result(
     await worker.set_endpoints(
         Endpoints(1, {"engine-0": Remote(world.engine)}, [Remote(world.store)])
     )
-    await worker.submit(pack(members()))
+    await worker.submit(members())
     await worker.abort([(episode(1).key, 0)])
     results: list[EpisodeResult] = []
     async with asyncio.timeout(60):
         while len(results) < 2:
-            results += unpack(await worker.collect())
+            results += await worker.collect()
     assert {r.key.member: r.stop_reason for r in results} == {0: "max_turns", 1: "aborted"}
     assert not worker._running
 
@@ -238,7 +237,7 @@ async def test_what_goes_wrong_in_the_worker_itself_is_told_to_who_collects(tmp_
     await worker.set_endpoints(
         Endpoints(1, {"engine-0": Remote(world.engine)}, [Remote(BrokenStore())])
     )
-    await worker.submit(pack(members()))
+    await worker.submit(members())
     with pytest.raises(OSError, match="no memory left"):
         await collected_for_ever(worker)
 
@@ -249,7 +248,7 @@ async def test_an_engine_that_cannot_be_listened_to_is_told_to_who_collects(tmp_
     await worker.set_endpoints(
         Endpoints(1, {"engine-0": Remote(Mumbling())}, [Remote(world.store)])
     )
-    await worker.submit(pack(members()))
+    await worker.submit(members())
     with pytest.raises(TypeError, match="no address"):
         await collected_for_ever(worker)
 
@@ -273,7 +272,7 @@ class Mumbling:
 
 
 class BrokenStore:
-    async def put(self, trajectories: bytes, worker: int) -> None:
+    async def put(self, trajectories: list[Trajectory], worker: int) -> None:
         raise OSError("no memory left")
 
 

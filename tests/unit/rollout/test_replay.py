@@ -26,7 +26,6 @@ from agenticrun_workers.rollout.recording import (
     record_or_replay,
 )
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
-from agenticrun_workers.serialization import pack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from rollout_fakes import Remote
 
@@ -80,7 +79,7 @@ class Controller:
     async def _group(self, number: int) -> Group:
         members = [played(number, member) for member in (0, 1)]
         store = number % len(self._stores)
-        await self._stores[store].call(lambda actor: actor.put(pack(members)))
+        await self._stores[store].call(lambda actor: actor.put(members))
         return Group(
             number,
             members[0].tag,
@@ -236,9 +235,9 @@ class _Stuck:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
 
-    async def get(self, keys: list[EpisodeKey]) -> bytes:
+    async def get(self, keys: list[EpisodeKey]) -> list[Trajectory]:
         self.asked.set()
-        return await asyncio.Event().wait() and b""
+        return await asyncio.Event().wait() and []
 
 
 async def test_a_place_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:

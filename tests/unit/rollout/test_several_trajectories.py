@@ -34,7 +34,6 @@ from agenticrun_workers.rollout.groups import (
     as_episode,
 )
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
-from agenticrun_workers.serialization import unpack
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from rollout_fakes import Remote, result
 
@@ -190,7 +189,7 @@ async def test_every_trajectory_lies_in_the_store_before_its_episode_is_told(
     ]
     kept = [r for episode in told for r in episode.trajectories if r.trainable]
     assert [(r.key.branch, r.score) for r in kept] == [(0, 0.0), (2, 2.0)] * 2
-    assert [t.score for t in unpack(await store.get([r.key for r in kept]))] == [0.0, 2.0] * 2
+    assert [t.score for t in await store.get([r.key for r in kept])] == [0.0, 2.0] * 2
     assert await store.size() == 4
     assert [r.transcript.count("--- end") for r in told[0].trajectories] == [1, 1, 1]
     assert ChatFormat(tokenizer).shown(np.array([5], np.int32)) in told[0].transcript

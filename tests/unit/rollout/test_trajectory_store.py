@@ -42,7 +42,7 @@ def keys(members: Sequence[int]) -> list[EpisodeKey]:
 
 async def kept(store: TrajectoryStore, members: Sequence[int]) -> list[bytes]:
     """Return what the store returns for these members, each packed."""
-    return [pack(each) for each in unpack(await store.get(keys(members)))]
+    return [pack(each) for each in await store.get(keys(members))]
 
 
 MEMBERS = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)
@@ -67,7 +67,7 @@ def test_a_store_with_any_bound_is_a_dictionary(
             if step == "put":
                 put = [trajectory(member, attempt=number) for member in members]
                 expected |= {each.key.member: pack(each) for each in put}
-                puts.append(asyncio.create_task(store.put(pack(put))))
+                puts.append(asyncio.create_task(store.put(put)))
                 await asyncio.sleep(0)
             elif step == "discard":
                 await store.discard(keys(members))
@@ -97,9 +97,9 @@ async def test_what_comes_while_memory_is_full_is_spilled_counted_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = TrajectoryStore(2 * memory_of(trajectory(0)), tmp_path)
-    await store.put(pack([trajectory(0)]))
-    await store.put(pack([trajectory(1), trajectory(2)]))
-    await store.put(pack([trajectory(3)]))
+    await store.put([trajectory(0)])
+    await store.put([trajectory(1), trajectory(2)])
+    await store.put([trajectory(3)])
     assert [store._stored[key].block is not None for key in keys(range(4))] == [
         False,
         False,
@@ -112,7 +112,7 @@ async def test_what_comes_while_memory_is_full_is_spilled_counted_and_said_once(
     (said,) = [record.getMessage() for record in caplog.records]
     assert "raise spec.roles.trainer.memory, or lower staleness.max" in said
     await store.discard(keys([0]))
-    await store.put(pack([trajectory(4)]))
+    await store.put([trajectory(4)])
     assert (await store.use()).spilled_trajectories == 2, "there is room again"
 
 
@@ -137,7 +137,7 @@ async def test_without_a_disk_trajectories_stay_in_memory_and_that_is_said_and_c
     monkeypatch.setattr(trajectory_store, "_write_at", no_space)
     store = TrajectoryStore(0, tmp_path)
     for member in range(3):
-        await store.put(pack([trajectory(member)]))
+        await store.put([trajectory(member)])
     assert await kept(store, range(3)) == [pack(trajectory(member)) for member in range(3)]
     use = await store.use()
     assert (use.spilled_trajectories, use.memory_bytes) == (0, 3 * memory_of(trajectory(0)))

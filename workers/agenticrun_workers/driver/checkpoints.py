@@ -217,8 +217,15 @@ class CheckpointStore:
             found = await self._load_first(folders, modules, any_run=source != "Auto")
             if found is not None:
                 return found
-            if source not in ("Auto", "Never"):
-                raise InvalidConfig("spec.checkpoint.resume", self._nothing_at(source))
+            if source in ("Auto", "Never"):
+                continue
+            problem = f"{source} holds no complete checkpoint (no {MANIFEST})"
+            if source == "FromPreviousRun":
+                problem = (
+                    "no earlier run of this name has a complete checkpoint in "
+                    f"{self._base.parent}: set Auto to start at step 0"
+                )
+            raise InvalidConfig("spec.checkpoint.resume", problem)
         return None
 
     def _candidates(self, source: str) -> list[Folder]:
@@ -231,14 +238,6 @@ class CheckpointStore:
             case "FromPreviousRun":
                 return self._steps_of_previous_runs()
         return [_folder(source, "spec.checkpoint.resume")]
-
-    def _nothing_at(self, source: str) -> str:
-        if source == "FromPreviousRun":
-            return (
-                f"no earlier run of this name has a complete checkpoint in {self._base.parent}: "
-                "set Auto to start at step 0"
-            )
-        return f"{source} holds no complete checkpoint (no {MANIFEST})"
 
     async def _load_first(
         self, folders: Sequence[Folder], modules: Mapping[str, LoadModule], *, any_run: bool

@@ -195,7 +195,12 @@ def _of_tag(tag: str, played: list[EpisodeResult], ks: Sequence[int]) -> TagResu
         levels[group].append(succeeded)
     measured = any("success" in result.metrics for result in played)
     stops = Counter(str(result.stop_reason) for result in played)
-    metrics = _of_one_tag(tag, validation_metrics(played))
+    own = f"val/{tag}/"
+    metrics = {
+        name.removeprefix(own): value
+        for name, value in validation_metrics(played).items()
+        if name.startswith(own)
+    }
     return TagResult(
         levels=len(levels),
         episodes=len(won),
@@ -217,14 +222,6 @@ def _of_tag(tag: str, played: list[EpisodeResult], ks: Sequence[int]) -> TagResu
             if name not in SUMMARIZED and not name.startswith("stop/")
         },
     )
-
-
-def _of_one_tag(tag: str, metrics: Metrics) -> Metrics:
-    """Return the metrics val/<tag>/<name> by name."""
-    own = f"val/{tag}/"
-    return {
-        name.removeprefix(own): value for name, value in metrics.items() if name.startswith(own)
-    }
 
 
 def evaluation_run(run: AgenticRun, model: str | None) -> AgenticRun:

@@ -31,8 +31,8 @@ class Block:
     """A value on its way to another process, where it arrives as the value itself."""
 
     def __init__(self, value: Any) -> None:
-        self._value = value
+        self._data = pack(value)
 
     def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[PickleBuffer]]:
         # A buffer, so that Ray does not copy the bytes into a pickle of its own.
-        return unpack, (PickleBuffer(pack(self._value)),)
+        return unpack, (PickleBuffer(self._data),)

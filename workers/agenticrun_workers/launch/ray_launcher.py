@@ -68,21 +68,11 @@ class RayLauncher(Launcher):
 
 
 @cache
-def _remote_class(cls: Callable[..., Any]) -> Any:
-    """Return the actor class of Ray for a class.
+def _remote_class(cls: Any) -> Any:
+    """Return the actor class of Ray for a class: its methods return and raise what Ray can carry.
 
     One for all actors of the class: every process that holds a handle keeps the class of its actor
     forever, so one for each actor would be a leak.
-    """
-    remote: Any = ray.remote(_as_sent(cls))
-    return remote
-
-
-def _as_sent(cls: Any) -> Any:
-    """Return a subclass with methods that return and raise only what Ray can carry well.
-
-    Ray sends the text of an error and its traceback as UTF-8. An error of user code that names a
-    file in other bytes would end the process of the actor: its caller would see a lost actor.
     """
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     own = {
@@ -91,11 +81,16 @@ def _as_sent(cls: Any) -> Any:
         if inspect.isfunction(method) and (not name.startswith("_") or name == "__init__")
     }
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), names | own)
+    remote: Any = ray.remote(type(cls.__name__, (cls,), names | own))
+    return remote
 
 
 def _sending(method: Any) -> Any:
-    """Wrap a method: its errors are clean, and its result is a `Block` if it is `packed`."""
+    """Wrap a method: its errors are clean, and its result is a `Block` if it is `packed`.
+
+    Ray sends the text of an error and its traceback as UTF-8. An error of user code that names a
+    file in other bytes would end the process of the actor: its caller would see a lost actor.
+    """
 
     def answer(result: Any) -> Any:
         if not is_packed(method):

@@ -42,7 +42,6 @@ from agenticrun_workers.rollout.groups import (
     VersionBounds,
 )
 from agenticrun_workers.rollout.trajectory_store import Stores
-from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.tracing import EPISODES_RUNNING, count
 from agenticrun_workers.types import StopReason, Stream, Trajectory
 
@@ -408,7 +407,7 @@ class EnvPool(TrainingBackend):
         for worker in self._workers:
             if worker.outgoing:
                 outgoing, worker.outgoing = worker.outgoing, []
-                tasks = pack([opened.task for opened in outgoing])
+                tasks = [opened.task for opened in outgoing]
                 submitted = worker.handle.call(lambda actor: actor.submit(tasks))
                 for opened in outgoing:
                     opened.submitted = submitted
@@ -538,7 +537,7 @@ class EnvPool(TrainingBackend):
                 raise  # the worker is alive
             except ActorDied as death:
                 return death
-            for result in unpack(collected):
+            for result in collected:
                 self._deliver(worker, result)
 
     def _remove_dead(self, worker: _Worker, death: ActorDied) -> None:

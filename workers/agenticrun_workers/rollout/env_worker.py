@@ -19,7 +19,7 @@ from agenticrun_workers.envs import HasVocabulary, TakesItem, make_env
 from agenticrun_workers.envs.loop_watch import LoopWatch
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.inference.client import GenerationClient
-from agenticrun_workers.launch import current_node
+from agenticrun_workers.launch import current_node, packed
 from agenticrun_workers.launch.liveness import POLL_SECONDS
 from agenticrun_workers.log_once import LogOnce
 from agenticrun_workers.models.devices import gpus_of_children
@@ -33,9 +33,8 @@ from agenticrun_workers.rollout.episode_runner import (
     Sources,
     step_timeout,
 )
-from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, VersionBounds
+from agenticrun_workers.rollout.groups import Endpoints, EpisodeResult, EpisodeTask, VersionBounds
 from agenticrun_workers.seeds import derive
-from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.tracing import (
     ENV_WORKER,
     EPISODES_IN_FLIGHT,
@@ -133,10 +132,11 @@ class EnvWorker(Traced):
             self._client.set_engines(endpoints.engines, endpoints.retired)
             self._has_endpoints.set()
 
-    async def submit(self, tasks: bytes) -> None:
-        """Start a packed `list[EpisodeTask]`. `collect` returns one result for each."""
+    @packed
+    async def submit(self, tasks: list[EpisodeTask]) -> None:
+        """Start episodes. `collect` returns one result for each."""
         await self._has_endpoints.wait()
-        for task in unpack(tasks):
+        for task in tasks:
             self._runner.raise_bounds(VersionBounds(newest=task.engine_version))
             episode = RunningEpisode(task)
             episode.coroutine = asyncio.create_task(self._run_episode(episode))
@@ -155,13 +155,14 @@ class EnvWorker(Traced):
         for episode in list(self._running.values()):
             episode.stop_if_older(self._runner.bounds.oldest)
 
-    async def collect(self) -> bytes:
-        """Return finished episodes as a packed `list[EpisodeResult]`; empty after idle seconds.
+    @packed
+    async def collect(self) -> list[EpisodeResult]:
+        """Return finished episodes; none after idle seconds.
 
         Raises the error of a background task, since its episode may be lost and the caller must not
         wait for it.
         """
-        return pack(await self._outbox.take())
+        return await self._outbox.take()
 
     @property
     def _runner(self) -> EpisodeRunner:
@@ -245,7 +246,7 @@ class EnvWorker(Traced):
             number, stores = self._endpoints.worker, self._endpoints.stores
             await asyncio.gather(
                 *(
-                    stores[store].call(lambda actor: actor.put(pack(kept), number))
+                    stores[store].call(lambda actor: actor.put(kept, number))
                     for store, kept in by_store.items()
                 )
             )

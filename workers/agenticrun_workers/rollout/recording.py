@@ -38,7 +38,6 @@ from agenticrun_workers.rollout.controller import (
 )
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.trajectory_store import Stores
-from agenticrun_workers.serialization import pack, unpack
 from agenticrun_workers.storage import Folder, UnusableStorage
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey, StopReason, Stream, Trajectory, Turn
 
@@ -366,7 +365,7 @@ class ReplayRollout:
             by_store[_store(trajectory.key, len(self._stores))].append(trajectory)
         await asyncio.gather(
             *(
-                self._stores[store].call(lambda actor: actor.put(pack(kept)))
+                self._stores[store].call(lambda actor: actor.put(kept))
                 for store, kept in by_store.items()
             )
         )
@@ -397,7 +396,7 @@ async def fetch(stores: Stores, results: list[EpisodeResult]) -> list[Trajectory
     parts = await asyncio.gather(
         *(stores[store].call(lambda actor: actor.get(keys)) for store, keys in by_store.items())
     )
-    found = {trajectory.key: trajectory for part in parts for trajectory in unpack(part)}
+    found = {trajectory.key: trajectory for part in parts for trajectory in part}
     return [found[result.key] for result in results]
 
 

@@ -24,7 +24,7 @@ from typing import TypeAlias, TypeVar
 import xxhash
 
 from agenticrun_api.names import WORK_DIR
-from agenticrun_workers.launch import ActorHandle
+from agenticrun_workers.launch import ActorHandle, packed
 from agenticrun_workers.launch.liveness import FROZEN_POLLS, POLL_SECONDS, NoAnswer, answered
 from agenticrun_workers.log_once import LogOnce
 from agenticrun_workers.pod_memory import PodMemory, machine_bytes
@@ -87,11 +87,12 @@ class TrajectoryStore:
         self._spilled_bytes = self._spilled_trajectories = self._unspilled_trajectories = 0
         self._warn = LogOnce(log.warning)
 
-    async def put(self, trajectories: bytes, worker: int = 0) -> None:
-        """Store a packed `list[Trajectory]`. A rerun episode replaces its earlier trajectory.
+    @packed
+    async def put(self, trajectories: list[Trajectory], worker: int = 0) -> None:
+        """Store trajectories. A rerun episode replaces its earlier trajectory.
 
         Args:
-            trajectories: packed.
+            trajectories: the trajectories.
             worker: number of the env worker (`Endpoints.worker`).
 
         Raises:
@@ -99,14 +100,13 @@ class TrajectoryStore:
         """
         if worker in self._replaced:
             raise PermissionError(f"env worker {worker} was replaced")
-        received = unpack(trajectories)
-        for trajectory in received:
+        for trajectory in trajectories:
             self._forget(trajectory.key)
             stored = _Stored(trajectory, memory_of(trajectory))
             self._stored[trajectory.key] = stored
             self._memory += stored.memory
         if self._memory > self._limit:
-            await self._spill(trajectory.key for trajectory in reversed(received))
+            await self._spill(trajectory.key for trajectory in reversed(trajectories))
 
     async def refuse(self, worker: int, lost: Collection[EpisodeKey] = ()) -> None:
         """Take nothing more from an env worker.
@@ -123,8 +123,9 @@ class TrajectoryStore:
         for key in [key for key in self._stored if replace(key, branch=0) in lost]:
             self._forget(key)
 
-    async def get(self, keys: list[EpisodeKey]) -> bytes:
-        """Return a packed `list[Trajectory]` in the order of `keys`.
+    @packed
+    async def get(self, keys: list[EpisodeKey]) -> list[Trajectory]:
+        """Return trajectories in the order of `keys`.
 
         Raises:
             KeyError: there is no such trajectory.
@@ -132,7 +133,7 @@ class TrajectoryStore:
             HungDisk: the disk returns nothing.
         """
         wanted = [self._stored[key] for key in keys]
-        return pack([await self._read(each) for each in wanted])
+        return [await self._read(each) for each in wanted]
 
     async def discard(self, keys: list[EpisodeKey]) -> None:
         """Delete these. Unknown keys are ignored, because callers retry after a lost reply."""

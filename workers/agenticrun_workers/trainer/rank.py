@@ -17,7 +17,6 @@ from agenticrun_api import Pipeline, Role
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import ActorHandle, current_node
 from agenticrun_workers.placement import Placement, current_placement
-from agenticrun_workers.serialization import unpack
 from agenticrun_workers.tracing import Recorder, Traced, span, traced
 from agenticrun_workers.types import EpisodeKey, Trajectory
 from agenticrun_workers.weights.buckets import Verifier
@@ -49,7 +48,7 @@ class WarningLog(logging.Handler):
 class Trajectories(Protocol):
     """The part of a `TrajectoryStore` that ranks call."""
 
-    async def get(self, keys: list[EpisodeKey]) -> bytes: ...
+    async def get(self, keys: list[EpisodeKey]) -> list[Trajectory]: ...
 
 
 class RankModel(Protocol):
@@ -216,7 +215,7 @@ class RankActor(Traced):
                 for store, wanted in by_store.items()
             ]
             trajectories = {
-                trajectory.key: trajectory for part in found for trajectory in unpack(part.wait())
+                trajectory.key: trajectory for part in found for trajectory in part.wait()
             }
         return [trajectories[key] for key, _ in keys]
 
