@@ -62,7 +62,8 @@ async def test_warnings_of_a_process_of_its_own_are_in_the_log_of_the_driver(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sources: Any = None
-    await rank_handles.load_on([Handle(rank, monkeypatch)], sources, 1)  # type: ignore[list-item]
+    handle: Any = Handle(rank, monkeypatch)
+    await rank_handles.load_on([handle], sources, 1)
     repeated = [each.message for each in caplog.records if each.name == rank_handles.__name__]
     assert repeated == ["folder holds 1 weights that its model does not use"]
 

@@ -18,7 +18,7 @@ from agenticrun_workers.launch import ActorHandle
 from agenticrun_workers.models.source import ModelSource, TokenizerCorpus
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
-from agenticrun_workers.rollout.groups import Stores
+from agenticrun_workers.rollout.trajectory_store import Stores
 from agenticrun_workers.weights.transports import Transport
 
 MANY_CALLS = 10_000

@@ -26,8 +26,8 @@ from agenticrun_workers.driver.trainer_group import TrainerGroup
 from agenticrun_workers.inference.pool import colocated_slots
 from agenticrun_workers.launch import ActorHandle, ActorOptions, Launcher
 from agenticrun_workers.models.source import ModelSource, ModelSources
-from agenticrun_workers.rollout.groups import EpisodeResult, Stores
-from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
+from agenticrun_workers.rollout.groups import EpisodeResult
+from agenticrun_workers.rollout.trajectory_store import Stores, TrajectoryStore
 from agenticrun_workers.tracing import EPISODES_RUNNING, Traced
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.trainer.rank import RankActor
