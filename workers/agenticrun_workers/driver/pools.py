@@ -26,7 +26,7 @@ MANY_CALLS = 10_000
 
 
 class ActorPools:
-    """Starts engines and env workers, also in place of those that have died, and resizes the pools.
+    """Starts, replaces and resizes the engines and env workers.
 
     Args:
         run: the run.

@@ -55,7 +55,7 @@ class Advantages:
 
     metrics: Metrics
     value_targets: Sequence[Result[ValueTargets]]
-    """Of the policy's ranks; they go straight to the critic."""
+    """Targets from the policy's ranks; they go straight to the critic."""
 
 
 class TrainerGroup:

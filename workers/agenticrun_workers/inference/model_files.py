@@ -176,7 +176,7 @@ def is_tied(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What an engine keeps of the files of the model that its server serves."""
+    """The limits and parameters of the model that the server of an engine serves."""
 
     limits: RequestLimits
     shapes: Shapes
