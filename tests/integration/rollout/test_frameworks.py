@@ -7,43 +7,70 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from agenticrun_api import load_run
 from agenticrun_workers.types import GenerationRequest
 from outside_agents import CHAT, Says, check_token_for_token, play
 from preloaded import executable
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-CHANGES: dict[str, Any] = {
-    "maxSteps": 1,
-    "warmup.steps": 1,
-    "rolloutBatchSize": 4,
-    "trainEnvs": "{groups: 1, groupSize: 4, tags: [Sums]}",
-    "valEnvs": "{groups: 1, tags: [Sums]}",
-    "valBatchSize": 1,
-    "actorTrain.training.miniBatchSize": 4,
-}
-"""Changes of `spec.pipeline` that make one short step of an example."""
+LOG, SAMPLES = "run.log", "samples/step-1.txt"
 
 
-def test_openai_agents_trains_with_a_tool_structured_output_and_streams(
+@pytest.mark.parametrize(
+    ("name", "module", "shown"),
+    [
+        ("langgraph", "langgraph", {LOG: "/v1/chat/completions"}),
+        ("mini-swe-agent", "minisweagent", {}),  # its own log is not the run's
+        # A model that has learned nothing leaves the format of its answers, so they have drafts.
+        ("openai-agents", "agents", {LOG: "/v1/responses", SAMPLES: "not valid"}),
+        ("pydantic-ai", "pydantic_ai", {LOG: "/v1/chat/completions"}),
+        ("smolagents", "smolagents", {LOG: "/v1/chat/completions"}),
+    ],
+)
+def test_the_example_trains_a_step(
+    name: str,
+    module: str,
+    shown: dict[str, str],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A model that has learned nothing leaves the format of its answers, so they have drafts."""
-    example = EXAMPLES / "openai-agents"
+    """A package that our environment does not have lies behind it, as `code.pip` installs it."""
+    example = EXAMPLES / name
+    (env,) = load_run(example / "agenticrun.yaml").spec.pipeline.envs
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    path = [str(example), *filter(None, sys.path)]
+    if find_spec(module) is None:
+        program = env.agent.config.get("command")  # has an environment of its own
+        python = program[:-1] if program else uv_python(example / "requirements.txt")
+        found = subprocess.run(
+            [*python, "-W", "ignore", "-c", f"import {module}; print({module}.__path__[0])"],
+            capture_output=True,
+            text=True,
+        )
+        assert found.returncode == 0, found.stderr
+        path += [] if program else [str(Path(found.stdout.splitlines()[-1]).parent)]
+    changes = {
+        "maxSteps": 1,
+        "warmup.steps": 1,
+        "warmup.batchSize": 2,
+        "rolloutBatchSize": 4,
+        "trainEnvs": f"{{groups: 1, groupSize: 4, tags: [{env.tag}]}}",
+        "valEnvs": f"{{groups: 1, tags: [{env.tag}]}}",
+        "valBatchSize": 1,
+        "actorTrain.training.miniBatchSize": 4,
+    }
     command = [*executable(), "-m", "agenticrun_workers.cli", "run", "--in-process"]
     command += ["-f", str(example / "agenticrun.yaml"), "-o", str(tmp_path / "out")]
-    command += [
-        word
-        for name, value in CHANGES.items()
-        for word in ("--set", f"spec.pipeline.{name}={value}")
-    ]
+    for field, value in changes.items():
+        command += ["--set", f"spec.pipeline.{field}={value}"]
     done = subprocess.run(
         command,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(example), *filter(None, sys.path)])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
         timeout=400,
@@ -53,8 +80,16 @@ def test_openai_agents_trains_with_a_tool_structured_output_and_streams(
     (step,) = [line for line in lines if "system/tps" in line]
     assert step["stop/completed"] == 1, step
     assert step["engine/logprob_gap"] < 1e-4
-    assert "/v1/responses" in (tmp_path / "out/run.log").read_text()
-    assert "not valid" in (tmp_path / "out/samples/step-1.txt").read_text()
+    for file, text in shown.items():
+        assert text in (tmp_path / "out" / file).read_text()
+
+
+def uv_python(requirements: Path) -> list[str]:
+    """The command that runs Python in an environment of these packages, which uv caches."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert uv is not None, "uv is a dependency of the extra dev: run make setup"
+    python = [uv, "run", "--quiet", "--no-project", "--python", sys.executable]
+    return [*python, "--with-requirements", str(requirements), "python"]
 
 
 def test_a_graph_of_langgraph_works_with_a_tool_and_answers_as_json(
@@ -62,10 +97,7 @@ def test_a_graph_of_langgraph_works_with_a_tool_and_answers_as_json(
 ) -> None:
     """LangGraph has an environment of its own, which uv makes and keeps in its cache."""
     example = EXAMPLES / "langgraph"
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert uv is not None, "uv is a dependency of the extra dev: run make setup"
-    python = [uv, "run", "--quiet", "--no-project", "--python", sys.executable]
-    python += ["--with-requirements", str(example / "requirements.txt"), "python"]
+    python = uv_python(example / "requirements.txt")
     made = subprocess.run([*python, "-c", "import langgraph"], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     monkeypatch.setenv("PYTHONPATH", str(example))

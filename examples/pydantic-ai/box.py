@@ -1,0 +1,70 @@
+"""An agent of pydantic-ai, with a tool and a typed answer.
+
+`run: box:play` calls it with the base_url of the policy.
+"""
+
+import random
+import ssl
+import string
+from typing import Any, Literal
+
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput, RunContext, UsageLimits
+from pydantic_ai.exceptions import AgentRunError
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+COLOURS = ("red", "green", "blue")
+TLS = ssl.create_default_context()
+"""Shared by all clients: each would read the certificates again, which takes 50 ms."""
+
+
+class Box:
+    """The colour is in a box. Naming it earns 1."""
+
+    blocking = False
+    instruction = "Look into the box."
+
+    def reset(self, seed: int, split: str) -> str:
+        return "Which colour?"
+
+    def step(self, action: str) -> None:
+        raise NotImplementedError("the agent returns its reward")
+
+    def valid_actions(self) -> list[str]:
+        """Return answers for the warm-up, which lets the agent play with random ones."""
+        answers = [f'{{"colour": "{colour}"}}' for colour in COLOURS]
+        return ['<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>', *answers]
+
+    def vocabulary(self) -> list[str]:
+        return [*self.valid_actions(), *COLOURS, "look()\n", *string.printable]
+
+
+class Answer(BaseModel):
+    colour: Literal["red", "green", "blue"]
+
+
+agent = Agent(instructions=Box.instruction, deps_type=str, output_type=NativeOutput(Answer))
+
+
+@agent.tool
+def look(box: RunContext[str]) -> str:
+    """Look into the box."""
+    return box.deps
+
+
+async def play(base_url: str, task: Any) -> float:
+    colour = random.Random(task.seed).choice(COLOURS)
+    async with AsyncOpenAI(
+        base_url=base_url, api_key=task.api_key, http_client=DefaultAsyncHttpxClient(verify=TLS)
+    ) as client:
+        model = OpenAIChatModel(task.model, provider=OpenAIProvider(openai_client=client))
+        limits = UsageLimits(request_limit=3)
+        try:
+            result = await agent.run(
+                task.observation, model=model, deps=colour, usage_limits=limits
+            )
+        except AgentRunError:  # too many requests, or an answer that was cut
+            return 0.0
+    return float(result.output.colour == colour)
