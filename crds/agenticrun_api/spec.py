@@ -136,12 +136,6 @@ class ModelSpec(Model):
             lambda m: (m.path is None) != (m.initialize is None),
         ),
         Rule(
-            "self.attnImplementation != 'flash_attention_2' || self.dtype == 'bfloat16'",
-            "flash_attention_2 computes in bfloat16: set dtype to it, or choose sdpa",
-            ".attnImplementation",
-            lambda m: m.attn_implementation != "flash_attention_2" or m.dtype == "bfloat16",
-        ),
-        Rule(
             "has(self.path) || !has(self.chatTemplate)",
             "a model of initialize has a chat template of its own: leave chatTemplate out",
             ".chatTemplate",
@@ -155,9 +149,9 @@ class ModelSpec(Model):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the trainers' computation and of the engines' weights. Trained weights and
     optimizer state are always float32."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """The trainer's attention implementation, by its name in transformers. flash_attention_2 needs
-    a GPU, bfloat16 and an image with flash-attn."""
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    """The trainer's attention implementation, by its name in transformers. sdpa uses the flash
+    attention of PyTorch on GPUs; eager is for the types of docs/model-types.md that need it."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model, as in transformers."""
     chat_template: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None

@@ -1096,26 +1096,6 @@ RULE_CASES: tuple[RuleCase, ...] = (
     ),
     RuleCase(
         ModelSpec,
-        "flash_attention_2 computes in bfloat16",
-        "spec.model.attnImplementation",
-        (
-            ("spec.model", {"path": "Qwen/Qwen3-0.6B", "attnImplementation": "flash_attention_2"}),
-            _SAVED,
-        ),
-        (
-            _SAVED,
-            (
-                "spec.model",
-                {
-                    "path": "Qwen/Qwen3-0.6B",
-                    "attnImplementation": "flash_attention_2",
-                    "dtype": "bfloat16",
-                },
-            ),
-        ),
-    ),
-    RuleCase(
-        ModelSpec,
         "a model of initialize has a chat template of its own",
         "spec.model.chatTemplate",
         (("spec.model", {"initialize": {}, "chatTemplate": "{{ messages }}"}), _SAVED),

@@ -5,6 +5,7 @@ As a program it is one rank of several, with the argument MODELS.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agenticrun_workers.trainer.actor_loss import LossSpec
@@ -51,6 +53,9 @@ OPTIONS = {
         ulysses_sequence_parallel_size=2, gradient_checkpointing=True
     ),
     "recomputing": FsdpOptions(gradient_checkpointing=True),
+    "recomputing selectively": FsdpOptions(
+        gradient_checkpointing=True, recompute_granularity="selective"
+    ),
     "two copies": FsdpOptions(fsdp_size=2),
     "two copies, ulysses": FsdpOptions(fsdp_size=2, ulysses_sequence_parallel_size=2),
     "on the host, gathered once": FsdpOptions(
@@ -63,14 +68,14 @@ ON_TWO = [option for option in OPTIONS if "copies" not in option]
 Load = Callable[[], PreTrainedModel]
 
 
-def qwen2(shape: str, dtype: torch.dtype) -> PreTrainedModel:
+def qwen2(shape: str, dtype: torch.dtype, layers: int = 2) -> PreTrainedModel:
     """A tiny model with random weights, the same at each call."""
     config = AutoConfig.for_model(
         "qwen2",
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         initializer_range=0.3,
         **SHAPES[shape],
     )
@@ -135,6 +140,19 @@ def steps(
     }
 
 
+def collectives_per_layer(options: FsdpOptions) -> dict[str, int]:
+    """Return the collectives that one more layer adds to a step with one micro-batch."""
+    counts = []
+    for layers in (2, 3):
+        load = partial(qwen2, "two key-value heads", torch.float64, layers)
+        policy = fsdp2_policy(load, SPEC, max_tokens=10_000, options=options)
+        mine = part(batch(load(), LOSS), policy.data_rank, policy.data_size)
+        with CommDebugMode() as mode:
+            policy.train_step(mine, LOSS)
+        counts.append(Counter({str(op): count for op, count in mode.get_comm_counts().items()}))
+    return dict(counts[1] - counts[0])
+
+
 def summed_over_data() -> list[float]:
     policy = fsdp2_policy(
         partial(qwen2, "two key-value heads", torch.float64), SPEC, options=OPTIONS["ulysses"]
@@ -157,6 +175,14 @@ def main(folder: str) -> dict[str, Any]:
             )
             for shape, option in dict.fromkeys(chosen)
             for cut in CUTS
+        }
+        results["collectives"] = {
+            name: collectives_per_layer(options)
+            for name, options in {
+                "fsdp": FsdpOptions(),
+                "fsdp, gathered once": FsdpOptions(reshard_after_forward=False),
+                "ulysses": OPTIONS["ulysses"],
+            }.items()
         }
         results["steps"] = {
             "ulysses": steps(float64, LOSSES["ppo"], options=OPTIONS["ulysses"]),

@@ -72,6 +72,29 @@ def test_ranks_that_share_sequences_get_the_gradient_of_whole_ones(
     assert_same_gradients(two, shape, "ulysses")
 
 
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("fsdp", {"all_gather": 2, "reduce_scatter": 1}),
+        ("fsdp, gathered once", {"all_gather": 1, "reduce_scatter": 1}),
+        ("ulysses", {"all_gather": 2, "reduce_scatter": 1, "all_to_all": 4}),
+    ],
+)
+def test_a_layer_takes_no_more_collectives_than_its_sharding_needs(
+    two: list[dict[str, Any]], option: str, expected: dict[str, int]
+) -> None:
+    """Gathered before each pass, reduced after it; two exchanges around attention in each pass."""
+    names = {
+        "c10d._allgather_base_": "all_gather",
+        "c10d._reduce_scatter_base_": "reduce_scatter",
+        "c10d.alltoall_base_": "all_to_all",
+    }
+    for rank in two:
+        assert {
+            names.get(op, op): count for op, count in rank["collectives"][option].items()
+        } == expected
+
+
 def test_two_groups_of_two_ranks_get_it_too(four: list[dict[str, Any]]) -> None:
     assert_same_gradients(four, "two key-value heads", "ulysses")
 

@@ -113,11 +113,6 @@ UNDECIDED = [
         "llm_judge",
     ),
     (
-        {"actor_train": {"model_args": {"attn_implementation": "fa2"}}},
-        "actor_train.model_args.attn_implementation",
-        "flash-attn.*spec.image",
-    ),
-    (
         {"train_env_manager": {"group_size": 1}, "rollout_batch_size": 1},
         "rollout_batch_size",
         "at least two trajectories",

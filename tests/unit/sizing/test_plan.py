@@ -61,6 +61,7 @@ def test_a_new_option_of_fsdp2_is_planned_for() -> None:
     assert {*get_type_hints(FsdpOptions)} == {
         "reshard_after_forward",
         "gradient_checkpointing",
+        "recompute_granularity",
         "fsdp_size",
         "offload_policy",
         "ulysses_sequence_parallel_size",
@@ -77,6 +78,24 @@ def test_a_new_option_of_fsdp2_is_planned_for() -> None:
         options.gradient_checkpointing,
         options.offload_policy,
     )
+
+
+def test_selective_recomputation_keeps_products_and_does_not_repeat_them() -> None:
+    shape = shapes_of("Qwen/Qwen3-8B")[Role.TRAINER]
+    kept = {}
+    for name, config in {
+        "none": {},
+        "full": {"gradient_checkpointing": True},
+        "selective": {"gradient_checkpointing": True, "recompute_granularity": "selective"},
+    }.items():
+        layout = layout_of("fsdp2", config, 8, 2, 1024)
+        memory = model_memory(shape, layout, "")
+        kept[name] = next(
+            item.bytes
+            for item in memory.phases["backward pass of a layer"]
+            if item.name == "activations"
+        )
+    assert kept["full"] < kept["selective"] < 0.7 * kept["none"]
 
 
 def test_weights_gradients_and_optimizer_take_sixteen_bytes_of_each_local_element() -> None:

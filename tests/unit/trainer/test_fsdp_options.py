@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, FsdpOptions, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import EXPENSIVE, Fsdp2Strategy, FsdpOptions, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.samples import Sample
@@ -77,6 +78,10 @@ def test_options_are_taken_under_their_names() -> None:
             r"the option offload_policy of fsdp2 must be true or false, not 'yes'",
         ),
         ({"offload_policy": 1}, r"offload_policy .* must be true or false, not 1"),
+        (
+            {"recompute_granularity": "partial"},
+            r"recompute_granularity .* must be full or selective, not 'partial'",
+        ),
         (
             {"ulysses_sequence_parallel_size": 0},
             r"ulysses_sequence_parallel_size .* must be a whole number of at least 1, not 0",
@@ -191,6 +196,38 @@ def test_recomputed_layers_change_no_gradient(load: Load, samples: list[Sample])
     ).gradients(samples, LOSS)
     assert largest_difference(found, expected) == 0
     assert calls["recomputing"] == calls["plain"] + 1
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attention kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.calls += func in EXPENSIVE
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_recomputation_repeats_no_matrix_product(samples: list[Sample]) -> None:
+    gradients, products = {}, {}
+    for name, options in {
+        "none": FsdpOptions(),
+        "full": FsdpOptions(gradient_checkpointing=True),
+        "selective": FsdpOptions(
+            gradient_checkpointing=True, recompute_granularity="selective"
+        ),
+    }.items():
+        torch.manual_seed(0)
+        policy = fsdp2_policy(lambda: qwen3(tied=False), SPEC, options=options)
+        with Products() as counted:
+            gradients[name] = policy.gradients(samples, LOSS)
+        products[name] = counted.calls
+    assert largest_difference(gradients["selective"], gradients["none"]) == 0
+    assert products["selective"] == products["none"] < products["full"]
 
 
 def test_a_trainer_goes_on_after_a_visit_to_host_memory(load: Load, samples: list[Sample]) -> None:

@@ -31,8 +31,6 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 MAX_TOKENS_PER_MICRO_BATCH = 16_777_216
 
 
-ATTENTION = {"fa2": "flash_attention_2", "eager": "eager"}
-"""ROLL's attn_implementation -> ours; every other value is our default, sdpa."""
 _EXPERTS = re.compile(r"-A\d+(\.\d+)?B\b|MoE\b|Mixtral|DeepSeek-V[23]|gpt-oss", re.IGNORECASE)
 _SEVERAL = re.compile(r"-(VL|Omni)\b|Vision|LLaVA|Qwen3\.5", re.IGNORECASE)
 
@@ -58,8 +56,7 @@ def model(top: View, notes: Notes) -> Spec:
             "a model of several modalities, which is not offered yet: write a text model into "
             "spec.model.path, such as Qwen/Qwen3-4B",
         )
-    dtype = _dtype(top)
-    return {"path": path, "dtype": dtype, "attnImplementation": _attention(top, dtype, notes)}
+    return {"path": path, "dtype": _dtype(top), "attnImplementation": _attention(top)}
 
 
 def model_path(top: View) -> str | None:
@@ -74,23 +71,9 @@ def _dtype(top: View) -> str:
     return DTYPES.get(top.section("actor_train").section("model_args")["dtype"], "bfloat16")
 
 
-def _attention(top: View, dtype: str, notes: Notes) -> str | None:
+def _attention(top: View) -> str | None:
     given = top.section("actor_train").section("model_args")["attn_implementation"]
-    ours = ATTENTION.get(given)
-    field = "actor_train.model_args.attn_implementation"
-    if ours is None or trainer(top) == "megatron":
-        return None
-    if ours == "flash_attention_2" and dtype != "bfloat16":
-        notes.adapted(field, given, "flash attention computes in bfloat16: sdpa is written")
-        return None
-    if ours == "flash_attention_2":
-        notes.undecided(
-            field,
-            given,
-            "flash_attention_2 needs flash-attn, which our images do not have: set spec.image to "
-            "one that has it, or remove spec.model.attnImplementation (sdpa computes the same)",
-        )
-    return ours
+    return "eager" if given == "eager" and trainer(top) != "megatron" else None
 
 
 def actor_train(top: View, notes: Notes) -> Spec:

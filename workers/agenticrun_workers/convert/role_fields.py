@@ -229,7 +229,7 @@ MODEL_ARGS: Fields = {
         "model's path into spec.model.path"
     ),
     "attn_implementation": mapped(
-        "spec.model.attnImplementation (sdpa, auto: left out; fa2: flash_attention_2)",
+        "spec.model.attnImplementation (sdpa, auto, fa2: left out, since sdpa has flash attention)",
         unread=lambda top: (
             "megatron has an attention of its own" if trainer(top) == "megatron" else ""
         ),

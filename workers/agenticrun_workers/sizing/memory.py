@@ -75,6 +75,8 @@ class Layout:
     chunk: int = 2**27
     """Logits that exist at a time."""
     recompute: bool = False
+    selective: bool = False
+    """Recomputation keeps the results of matrix products and attention."""
     offload: bool = False
     """Parameters, gradients and optimizer state are in host memory."""
     offload_optimizer: bool = False
@@ -148,6 +150,7 @@ def layout_of(
         tokens=-(-tokens // shared),
         chunk=number("logits_chunk_elements", 2**27),
         recompute=bool(config.get(RECOMPUTE)) or config.get("recompute_granularity") == "full",
+        selective=strategy == "fsdp2" and config.get("recompute_granularity") == "selective",
         offload=bool(config.get("offload_policy")),
         offload_optimizer=_on_cpu(zero.get("offload_optimizer")),
         reshard=bool(config.get("reshard_after_forward", True)),
@@ -178,6 +181,7 @@ def scoring_layout(spec: AgenticRunSpec, role: Role) -> Layout:
     return replace(
         layout,
         recompute=policy.recompute,
+        selective=policy.selective,
         offload=policy.offload,
         reshard=policy.reshard,
         copies=1 if own else policy.copies,
@@ -371,8 +375,10 @@ def _kept(shape: ModelShape, layout: Layout, role: str) -> Item:
     """Return the activations that live from the forward to the backward pass."""
     layers = -(-shape.layers * layout.tensor // layout.model_ranks)
     if layout.recompute:
-        size = layout.compute * shape.hidden
-        text = f"inputs of {layers} layers x {layout.tokens:,} tokens x {size:,} bytes"
+        products = 2 * (shape.query + shape.key_value + shape.hidden + shape.mlp)
+        size = layout.compute * (shape.hidden + products * layout.selective)
+        what = "inputs and products" if layout.selective else "inputs"
+        text = f"{what} of {layers} layers x {layout.tokens:,} tokens x {size:,} bytes"
         return Item(f"{role}activations", layers * layout.tokens * size, text)
     size = layer_bytes(shape, layout.compute) // layout.tensor
     text = f"{layers} layers x {layout.tokens:,} tokens x {size:,} bytes"

@@ -107,7 +107,7 @@ def forward_flops(shape: ModelShape, length: int) -> float:
 def _train(
     name: str, shape: ModelShape, layout: Layout, spec: AgenticRunSpec, gpu: Gpu, length: int
 ) -> Phase:
-    passes = 1 + BACKWARD + layout.recompute
+    passes = 1 + BACKWARD + (layout.recompute and not layout.selective)
     return _pass(name, shape, layout, spec, gpu, length, passes=passes, trains=True)
 
 

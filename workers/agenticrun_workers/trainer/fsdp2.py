@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from agenticrun_workers.models.devices import compute_device, device_span
@@ -56,6 +57,16 @@ DECIDED_ELSEWHERE = {
     "use_remove_padding": "spec.pipeline.actorTrain.training.sequencePacking",
 }
 """Options of ROLL, verl or torch, and the field that decides each."""
+EXPENSIVE = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+]
+"""Operators that selective recomputation does not repeat: matrix products and attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,9 @@ class FsdpOptions:
     backward pass (ZeRO-3). False keeps them (ZeRO-2): less communication, more memory."""
     gradient_checkpointing: bool = False
     """Keep only the inputs of each layer; compute the layer again in the backward pass."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """What `gradient_checkpointing` computes again: the whole layer, or all but its matrix products
+    and attention, whose results are kept."""
     fsdp_size: int = -1
     """Number of neighbouring ranks that share one copy of the model; every other group of as many
     ranks holds another copy (HSDP). Gathers then stay inside a group, such as a node; only summed
@@ -96,8 +110,13 @@ class FsdpOptions:
                 raise ValueError(f"fsdp2 has no option {name}; it has {', '.join(types)}")
             if name == "fsdp_size" and value == -1:
                 continue
-            if type(value) is not types[name] or (types[name] is int and value < 1):
-                kind = "true or false" if types[name] is bool else "a whole number of at least 1"
+            if get_origin(types[name]) is Literal:
+                right, kind = value in get_args(types[name]), " or ".join(get_args(types[name]))
+            elif types[name] is bool:
+                right, kind = type(value) is bool, "true or false"
+            else:
+                right, kind = type(value) is int and value >= 1, "a whole number of at least 1"
+            if not right:
                 raise ValueError(f"the option {name} of fsdp2 must be {kind}, not {value!r}")
         return FsdpOptions(**config)
 
@@ -270,9 +289,15 @@ class ShardedModule(Generic[Module]):
         units: FsdpUnits = fsdp_units(module.decoder, output)
         head: nn.Module | None = output if output in units.ends else None
         if self._options.gradient_checkpointing:
+            selective = self._options.recompute_granularity == "selective"
+            kept = (
+                {"context_fn": partial(create_selective_checkpoint_contexts, EXPENSIVE)}
+                if selective
+                else {}
+            )
             for layer in units.layers:  # transformers' own does nothing in evaluation mode
                 layer.forward = partial(
-                    recompute, layer.forward, use_reentrant=False, preserve_rng_state=False
+                    recompute, layer.forward, use_reentrant=False, preserve_rng_state=False, **kept
                 )
         if sharded:
             parts = [*units.layers, *units.ends]
@@ -289,8 +314,8 @@ class ShardedModule(Generic[Module]):
         varlen = not pieces and module.run(lambda: try_varlen(module.decoder, self.device))
         packed = packing and (varlen or module.run(lambda: can_pack(module.decoder, self.device)))
         if packing and not packed:
-            log.warning(
-                "%s mixes packed sequences: training continues with padding",
+            log.info(
+                "%s mixes packed sequences: its rows are padded",
                 type(module.decoder).__name__,
             )
         if varlen:
