@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from agenticrun_workers.inference import EngineError, InvalidRequest, UnusableModel
 from agenticrun_workers.inference.client import joined
+from agenticrun_workers.inference.transformers.caches import SlotCache
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.pretrained import load_model
@@ -275,6 +278,24 @@ async def test_the_memory_of_keys_and_values_is_logged(
     lines = [record.message for record in caplog.records if "keys and values" in record.message]
     assert len(lines) == 1
     assert re.fullmatch(r"keys and values of sessions take 0\.[1-9] MiB", lines[0])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 900)), min_size=1, max_size=30))
+def test_keys_and_values_take_no_more_memory_than_if_slots_and_length_doubled(
+    needs: list[tuple[int, int]],
+) -> None:
+    """That was the first storage's rule, from 16 slots of 64 positions on."""
+    cache, one = SlotCache(40, 900), torch.ones(1, 1, 1, 1)
+    slots, length = 16, 64
+    for needed_slots, needed_length in needs:
+        cache.select(needed_slots - 1, [needed_length - 1], 1, torch.device("cpu"))
+        cache.update(one, one, 0)
+        while slots < needed_slots:
+            slots *= 2
+        while length < needed_length:
+            length *= 2
+        assert cache.nbytes <= 2 * one.nbytes * slots * length
 
 
 def test_evicted_sessions_are_computed_again_and_give_the_same(folder: Path) -> None:

@@ -446,8 +446,14 @@ def _common_prefix(a_T: IntArray, b_T: IntArray) -> int:
 
 
 def _grown(size: int, needed: int, most: int) -> int:
-    """Return the next size of a storage, which is copied a few times while it grows bit by bit."""
-    return size if size >= needed else max(needed, min(most, size + size // 2))
+    """Return the next size of a storage, which is copied a few times while it grows bit by bit.
+
+    It is a power of two or three fourths of one, at most `most`, but no less than needed.
+    """
+    if size >= needed:
+        return size
+    power = 1 << (needed - 1).bit_length()
+    return max(needed, min(most, power if 3 * power // 4 < needed else 3 * power // 4))
 
 
 def _mask_rows(one_start: Callable[..., Any], *, added: bool) -> Callable[..., Any]:
