@@ -282,9 +282,12 @@ def test_parked_tensors_have_no_memory_and_come_back_as_views_of_one_another() -
 
     whole = torch.arange(6.0)
     view = whole[2:4]
-    parked = Parked([whole, view])
-    assert whole.untyped_storage().nbytes() == 0
-    parked.restore()
-    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
-    view += 10
+    parked = Parked()
+    for added in (0, 5, 5):
+        view += added
+        parked.park([whole, view])
+        assert whole.untyped_storage().nbytes() == 0
+        parked.restore()
+        parked.restore()
+        assert whole.tolist()[:2] == [0, 1]
     assert whole.tolist() == [0, 1, 12, 13, 4, 5]

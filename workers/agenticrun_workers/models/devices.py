@@ -13,9 +13,10 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,6 +180,44 @@ def collective_backends(device: torch.device) -> str:
     NCCL carries tensors on GPUs, gloo those in host memory.
     """
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+class HostCopies:
+    """Copies of the device's tensors in host memory, which is allocated once and page-locked.
+
+    So no later offload allocates, and transfers have the speed of the bus. Tensors that are in host
+    memory beside a GPU are not copied. A CPU's are, so that tests see the same as on a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._source = compute_device().type
+        self._held: dict[int, torch.Tensor] = {}
+
+    def filling(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that copies a tensor.
+
+        Its n-th copy has the memory of the n-th copy of the time before.
+        """
+        places = count()
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            import torch
+
+            if tensor.device.type != self._source:
+                return tensor
+            place = next(places)
+            held = self._held.get(place)
+            if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
+                pinned = tensor.is_cuda
+                held = self._held[place] = torch.empty_like(
+                    tensor, device="cpu", pin_memory=pinned, requires_grad=False
+                )
+            # `Module._apply` swaps the contents of parameter and copy, so it gets an alias.
+            alias = held.detach()
+            alias.copy_(tensor)
+            return alias
+
+        return copy
 
 
 @contextmanager

@@ -121,12 +121,12 @@ class CriticTrainer:
         self._optimizer.stretch(steps_left)
 
     def offload(self) -> None:
-        self._optimizer.move(torch.device("cpu"))
+        self._optimizer.offload()
         self._model.offload()
 
     def onload(self) -> None:
         self._model.onload()
-        self._optimizer.move(self._model.home)
+        self._optimizer.onload(self._model.home)
 
     def save(self, folder: str) -> None:
         checkpoint.save(folder, self._model.module, self._optimizer.adamw, self._optimizer.counts())

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from agenticrun_workers.models.devices import compute_device, device_span
+from agenticrun_workers.models.devices import HostCopies, compute_device, device_span
 from agenticrun_workers.models.lora import Adapters, whole_weights
 from agenticrun_workers.models.pretrained import ModelLoader
 from agenticrun_workers.models.shape import FsdpUnits, fsdp_units
@@ -268,6 +268,7 @@ class ShardedModule(Generic[Module]):
             self.ranks = Ranks(self.device, options.ulysses_sequence_parallel_size)
             self._arrange(make(model), dtype, sharded=sharded)
         self.home = torch.device("cpu") if options.offload_policy else self.device
+        self._host_copies = HostCopies()
         self._place(self.home)
         self.batcher = MicroBatcher(
             self.ranks, self.device, max_tokens, packed=self._probe(packing)
@@ -345,7 +346,8 @@ class ShardedModule(Generic[Module]):
     def offload(self) -> None:
         """Move the module to host memory. Compute again only after `onload`."""
         self.reshard()
-        self.module.to("cpu")
+        with torch.no_grad():
+            self.module._apply(self._host_copies.filling())
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -422,12 +424,12 @@ class Fsdp2Strategy:
 
     def offload(self) -> None:
         """Move everything to host memory."""
-        self.steps.move(torch.device("cpu"))
+        self.steps.offload()
         self.model.offload()
 
     def onload(self) -> None:
         self.model.onload()
-        self.steps.move(self.model.home)
+        self.steps.onload(self.model.home)
 
 
 def fsdp2_policy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from agenticrun_workers.errors import ScheduleEnded
+from agenticrun_workers.models.devices import HostCopies
 from agenticrun_workers.trainer.ranks import Ranks, local, whole
 
 
@@ -202,6 +204,7 @@ class Optimizer(StepCounts):
         )
         self._module = module
         self._ranks = ranks
+        self._host_copies = HostCopies()
 
     def step(self, rate: float, *, scheduled: bool = True) -> float:
         """Clip the gradients, take a step at this rate and clear the gradients. Collective.
@@ -230,12 +233,19 @@ class Optimizer(StepCounts):
         self.record_step(norm, scheduled=scheduled, first_broken=first_broken)
         return norm
 
-    def move(self, device: torch.device) -> None:
-        """Move the optimizer's moments to a device; step counters stay where AdamW wants them."""
+    def offload(self) -> None:
+        """Move the optimizer's moments to host memory; step counters stay where AdamW wants them."""
+        self._move(self._host_copies.filling())
+
+    def onload(self, device: torch.device) -> None:
+        """Move the optimizer's moments to a device."""
+        self._move(lambda tensor: tensor.to(device))
+
+    def _move(self, moved: Callable[[Tensor], Tensor]) -> None:
         for state in self.adamw.state.values():
             for name, value in state.items():
                 if value.dim():
-                    state[name] = value.to(device)
+                    state[name] = moved(value)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the whole gradients so far, by parameter name, and clear them. Collective."""

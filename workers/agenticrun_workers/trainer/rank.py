@@ -197,7 +197,11 @@ class RankActor(Traced):
         if gpus:
             # Micro-batches differ in length: without it the memory between their tensors is lost.
             # Not for engines: what they allocate this way cannot be freed for a trainer.
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+            # Page-locked copies of more than 1 MB are not rounded up to a power of two.
+            os.environ.setdefault(
+                "PYTORCH_CUDA_ALLOC_CONF",
+                "expandable_segments:True,pinned_max_round_threshold_mb:1",
+            )
         return claim_device(f"{self.role} rank {self._rank}", gpus)
 
     def _taken_listener(self) -> socket.socket | None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from agenticrun_workers.models.devices import compute_device, device_span
+from agenticrun_workers.models.devices import HostCopies, compute_device, device_span
 from agenticrun_workers.models.lora import Adapters, describe_lora, whole_weights
 from agenticrun_workers.trainer.checkpoint import (
     ModuleState,
@@ -227,21 +227,19 @@ class ZeroEngine(StepCounts):
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
-    def move(self, device: torch.device) -> None:
-        """Move AdamW's moments to a device, and the masters if they are separate tensors.
+    def move(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Move AdamW's moments, and the masters if they are separate tensors.
 
         The weights stay. DeepSpeed's own `offload_states` requires its fused AdamW, and leaves no
         weights to export.
         """
-        for flat in (
-            self._flat_masters()
-        ):  # copy from CPU to CPU too, so that tests see the same as on a GPU
+        for flat in self._flat_masters():
             if self.stage < 3 or all(
                 flat is not computed for computed in self.optimizer.fp16_partitioned_groups_flat
             ):
-                flat.data = flat.data.to(device, copy=True)
+                flat.data = moved(flat.data)
             state = self.adam.state[flat]
-            state.update({name: state[name].to(device, copy=True) for name in MOMENTS})
+            state.update({name: moved(state[name]) for name in MOMENTS})
         if self.stage < 3:  # link DeepSpeed's parameters to the moved tensors
             self.optimizer._link_all_hp_params()
             self.optimizer._hp_optimizer_states_linked = False
@@ -351,6 +349,7 @@ class DeepSpeedStrategy:
         self.steps = ZeroEngine(model.module, optimizer, options.config(optimizer, model.dtype))
         self.adapters = Adapters.of(model.module.model, self.steps.whole, model.ranks.rank)
         self._on_host = options.offloads_optimizer
+        self._host_copies = HostCopies()
 
     def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
         return score(self.model, samples, temperature)
@@ -397,13 +396,13 @@ class DeepSpeedStrategy:
     def offload(self) -> None:
         """Move the optimizer's state to host memory. The weights stay and can be exported."""
         if not self._on_host:
-            self.steps.move(torch.device("cpu"))
+            self.steps.move(self._host_copies.filling())
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
         if not self._on_host:
-            self.steps.move(self.model.device)
+            self.steps.move(lambda tensor: tensor.to(self.model.device, copy=True))
 
 
 def deepspeed_policy(

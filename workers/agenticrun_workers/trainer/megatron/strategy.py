@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, UntypedStorage
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from agenticrun_workers.models.devices import compute_device
+from agenticrun_workers.models.devices import HostCopies, compute_device
 from agenticrun_workers.models.lora import Adapters
 from agenticrun_workers.models.pretrained import load_config
 from agenticrun_workers.trainer.megatron.architecture import Architecture
@@ -76,7 +76,7 @@ class MegatronStrategy:
         self.adapters: Adapters | None = None
         self._passes = Passes(parallel, transformer, options.row_multiple)
         self._checkpoints = Checkpoints(model, self._weights, self.steps, place)
-        self._parked: Parked | None = None
+        self._parked = Parked()
 
     def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
         result = [np.zeros(len(sample.tokens_T), np.float32) for sample in samples]
@@ -127,12 +127,10 @@ class MegatronStrategy:
 
     def offload(self) -> None:
         """Move everything to host memory."""
-        self._parked = Parked(self.steps.tensors())
+        self._parked.park(self.steps.tensors())
 
     def onload(self) -> None:
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked = None
+        self._parked.restore()
 
 
 def megatron_policy(
@@ -252,27 +250,34 @@ class Parked:
     Views of one storage remain views of it.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self) -> None:
+        self._copies = HostCopies()
+        self._parked: list[tuple[UntypedStorage, Tensor]] = []
+
+    def park(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the contents and free the device memory."""
+        copy = self._copies.filling()
         storages = {
             storage.data_ptr(): storage
             for storage in (tensor.untyped_storage() for tensor in tensors)
             if storage.nbytes()
         }
-        self._kept: list[tuple[UntypedStorage, UntypedStorage]] = []
         for storage in storages.values():
-            kept = torch.UntypedStorage(storage.nbytes(), device="cpu")  # type: ignore[no-untyped-call]
-            kept.copy_(storage, False)
-            self._kept.append((storage, kept))
+            self._parked.append((storage, copy(_bytes_of(storage))))
             storage.resize_(0)
         if compute_device().type == "cuda":
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Give every tensor its memory and contents back."""
-        for storage, kept in self._kept:
-            storage.resize_(kept.nbytes())
-            storage.copy_(kept, False)
-        self._kept = []
+        for storage, kept in self._parked:
+            storage.resize_(kept.nbytes)
+            _bytes_of(storage).copy_(kept)
+        self._parked = []
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _finalize(module: list[DistributedDataParallel], _: Tensor | None, **options: Any) -> None:
