@@ -70,7 +70,14 @@ def custom_resource_definition() -> dict[str, Any]:
         "name": names.VERSION,
         "served": True,
         "storage": True,
-        "subresources": {"status": {}},
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.roles.env.replicas",
+                "statusReplicasPath": ".status.envReplicas",
+                "labelSelectorPath": ".status.envSelector",
+            },
+        },
         "additionalPrinterColumns": columns,
         "selectableFields": [{"jsonPath": path} for path in SELECTABLE],
         "schema": {"openAPIV3Schema": schema},

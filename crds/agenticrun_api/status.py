@@ -366,6 +366,10 @@ class AgenticRunStatus(Model):
     """The most important metrics of the newest step. All are in metrics.jsonl."""
     roles: Annotated[list[RoleStatus], Field(max_length=8)] = []
     """Pods of each role."""
+    env_replicas: Number | None = None
+    """Number of env pods that are ready, for `kubectl scale` and HorizontalPodAutoscalers."""
+    env_selector: Annotated[str, Field(max_length=512)] | None = None
+    """Labels of the env pods, for HorizontalPodAutoscalers."""
     ray_cluster: RayClusterStatus | None = None
     job: JobStatus | None = None
     restarts: Number = 0

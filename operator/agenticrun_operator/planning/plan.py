@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from agenticrun_api import AgenticRun, ConditionType, Metadata, Phase, Reason
+from agenticrun_api import AgenticRun, ConditionType, Metadata, Phase, Reason, Role
 from agenticrun_api.load import damaged_control_fields, repair_status
 from agenticrun_api.status import RayClusterStatus
 from agenticrun_api.version import __version__, is_supported
@@ -208,7 +208,13 @@ def _next_deadline(state: State) -> Result:
 def _report_pods(state: State) -> Result:
     """Show the pods of each role, and why not all are ready."""
     roles = state.roles
-    fields: dict[str, Any] = {"roles": roles.statuses, "pods": state.pods_since}
+    labels = resources.run_labels(state.run, Role.ENV)
+    fields: dict[str, Any] = {
+        "roles": roles.statuses,
+        "pods": state.pods_since,
+        "env_replicas": next((r.ready for r in roles.statuses if r.name == Role.ENV.value), 0),
+        "env_selector": ",".join(f"{name}={value}" for name, value in labels.items()),
+    }
     problem = roles.problem
     starting = state.status.phase is Phase.STARTING
     if problem is None:

@@ -191,6 +191,16 @@ def test_replicas_of_env_and_inference_can_change_and_nothing_else_of_the_roles(
             _change(stored, (f"spec.roles.{field}", value))
 
 
+def test_kubectl_scale_changes_the_number_of_env_pods(stored: Cluster) -> None:
+    _patch_status(stored, STATUS | {"envReplicas": 1, "envSelector": "agenticrun.dev/role=env"})
+    assert "scaled" in stored.kubectl("scale", DETACHED, "minimal", "--replicas=4")
+    plural, group = DETACHED.split(".", 1)
+    path = f"/apis/{group}/v1alpha1/namespaces/{stored.namespace}/{plural}/minimal/scale"
+    scale = json.loads(stored.kubectl("get", "--raw", path))
+    assert scale["spec"] == {"replicas": 4}
+    assert scale["status"] == {"replicas": 1, "selector": "agenticrun.dev/role=env"}
+
+
 def test_a_run_can_be_suspended_and_resumed_again_and_again(stored: Cluster) -> None:
     for suspend in (True, False, True):
         assert "configured" in _change(stored, ("spec.suspend", suspend))

@@ -98,6 +98,12 @@ async def test_a_run_gets_more_pods_while_it_trains() -> None:
     assert happened(world).count("Scaled") == 1
     assert cluster_of(world)["metadata"]["uid"] == before
     assert is_undisturbed(world)
+    assert world.status.env_replicas == 3
+    selected = dict(pair.split("=") for pair in (world.status.env_selector or "").split(","))
+    assert all(selected.items() <= pod["metadata"]["labels"].items() for pod in world.pods(Role.ENV))
+    assert not any(
+        selected.items() <= pod["metadata"]["labels"].items() for pod in world.pods(Role.INFERENCE)
+    )
 
 
 async def test_pods_go_only_when_the_driver_has_emptied_them() -> None:
