@@ -77,7 +77,8 @@ def test_no_proxy_comes_between_the_agent_and_its_endpoint(
 
     async def run(base_url: str, task: Any) -> float:
         await say(base_url, [user("?")])
-        await asyncio.to_thread(urllib.request.urlopen, f"{base_url}/models")
+        # Not urlopen, which would keep these proxies for all later calls in this process.
+        await asyncio.to_thread(urllib.request.build_opener().open, f"{base_url}/models")
         return 1.0
 
     (trajectory,) = play(Says(["a"]), run=agent_of(run))
