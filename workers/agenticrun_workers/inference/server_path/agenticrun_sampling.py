@@ -74,7 +74,8 @@ def sample(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
         dim=-1,
     )
     block_B1, shares_B1 = _pass(blocks_BC, uniforms_B[:, None])
-    tokens_BW = block_B1 * BLOCK + torch.arange(BLOCK, device=weights_BV.device)
+    width = min(BLOCK, vocabulary)
+    tokens_BW = block_B1 * BLOCK + torch.arange(width, device=weights_BV.device)
     inside_BW = weights_BV.gather(-1, tokens_BW.clamp(max=vocabulary - 1))
     inside_BW = inside_BW.where(tokens_BW < vocabulary, 0)
     number_B1, _ = _pass(inside_BW, shares_B1)

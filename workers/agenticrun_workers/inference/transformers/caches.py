@@ -373,15 +373,20 @@ class SessionCaches(Caches):
     @override
     def arrange(self, batches: Iterable[list[RunningRequest]]) -> None:
         """Slots of the wrong place are exchanged, so attention reads without gaps."""
-        first = 0
+        batches = list(batches)
+        numbers = [running.slot.number for batch in batches for running in batch]
+        # A group that begins has neighbouring slots behind those of idle sessions: it stays there.
+        first = min(numbers, default=0)
+        if first + len(numbers) > len(self._slots):
+            first = 0
         for batch in batches:
-            numbers = range(first, first + len(batch))
-            vacant = set(numbers) - {running.slot.number for running in batch}
+            places = range(first, first + len(batch))
+            vacant = set(places) - {running.slot.number for running in batch}
             for running in batch:
-                if running.slot.number not in numbers:
+                if running.slot.number not in places:
                     self._exchange(running.slot, self._slots[vacant.pop()])
             batch.sort(key=lambda running: running.slot.number)
-            first = numbers.stop
+            first = places.stop
 
     def _exchange(self, one: Slot, other: Slot) -> None:
         self._cache.swap(one.number, other.number, max(one.cached, other.cached))
