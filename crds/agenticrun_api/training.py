@@ -33,9 +33,9 @@ class Training(Model):
     """Trajectories of one optimizer step; groups are not split. Default: the whole batch."""
     max_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=16_777_216)] = 16_384
     """Tokens of one forward and backward pass."""
-    sequence_packing: bool = True
+    sequence_packing: bool | None = None
     """Put several samples in one row, without padding. If a check at the start shows that the model
-    does not support it, rows are padded."""
+    does not support it, rows are padded. Default: true on GPUs. On CPUs padding is faster."""
 
 
 class TrainStrategySpec(Model):

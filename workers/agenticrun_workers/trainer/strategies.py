@@ -203,7 +203,8 @@ def _refusing(model: str, options: str) -> Iterator[None]:
 
 
 def _batches(trained: ActorTrain | Critic) -> dict[str, Any]:
+    packing = trained.training.sequence_packing
     return {
         "max_tokens": trained.training.max_tokens_per_micro_batch,
-        "packing": trained.training.sequence_packing,
+        "packing": compute_device().type == "cuda" if packing is None else packing,
     }
