@@ -100,7 +100,9 @@ async def test_a_run_gets_more_pods_while_it_trains() -> None:
     assert is_undisturbed(world)
     assert world.status.env_replicas == 3
     selected = dict(pair.split("=") for pair in (world.status.env_selector or "").split(","))
-    assert all(selected.items() <= pod["metadata"]["labels"].items() for pod in world.pods(Role.ENV))
+    assert all(
+        selected.items() <= pod["metadata"]["labels"].items() for pod in world.pods(Role.ENV)
+    )
     assert not any(
         selected.items() <= pod["metadata"]["labels"].items() for pod in world.pods(Role.INFERENCE)
     )

@@ -217,9 +217,7 @@ def test_selective_recomputation_repeats_no_matrix_product(samples: list[Sample]
     for name, options in {
         "none": FsdpOptions(),
         "full": FsdpOptions(gradient_checkpointing=True),
-        "selective": FsdpOptions(
-            gradient_checkpointing=True, recompute_granularity="selective"
-        ),
+        "selective": FsdpOptions(gradient_checkpointing=True, recompute_granularity="selective"),
     }.items():
         torch.manual_seed(0)
         policy = fsdp2_policy(lambda: qwen3(tied=False), SPEC, options=options)

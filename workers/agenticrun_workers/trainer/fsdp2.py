@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 import numpy as np
 import torch
-import torch.nn.attention.varlen  # noqa: F401  (registers torch_attn)
+import torch.nn.attention.varlen
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
