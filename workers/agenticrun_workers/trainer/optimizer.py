@@ -234,7 +234,7 @@ class Optimizer(StepCounts):
         return norm
 
     def offload(self) -> None:
-        """Move the optimizer's moments to host memory; step counters stay where AdamW wants them."""
+        """Move the optimizer's moments to host memory; step counters stay."""
         self._move(self._host_copies.filling())
 
     def onload(self, device: torch.device) -> None:
