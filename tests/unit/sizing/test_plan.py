@@ -83,11 +83,12 @@ def test_a_new_option_of_fsdp2_is_planned_for() -> None:
 def test_selective_recomputation_keeps_products_and_does_not_repeat_them() -> None:
     shape = shapes_of("Qwen/Qwen3-8B")[Role.TRAINER]
     kept = {}
-    for name, config in {
+    configs: dict[str, dict[str, Any]] = {
         "none": {},
         "full": {"gradient_checkpointing": True},
         "selective": {"gradient_checkpointing": True, "recompute_granularity": "selective"},
-    }.items():
+    }
+    for name, config in configs.items():
         layout = layout_of("fsdp2", config, 8, 2, 1024)
         memory = model_memory(shape, layout, "")
         kept[name] = next(

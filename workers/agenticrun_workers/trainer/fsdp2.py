@@ -348,7 +348,7 @@ class ShardedModule(Generic[Module]):
         """Move the module to host memory. Compute again only after `onload`."""
         self.reshard()
         with torch.no_grad():
-            self.module._apply(self._host_copies.filling())
+            self.module._apply(self._host_copies.filling())  # type: ignore[no-untyped-call]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
