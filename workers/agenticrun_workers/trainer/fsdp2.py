@@ -80,8 +80,8 @@ class FsdpOptions:
     gradient_checkpointing: bool = False
     """Keep only the inputs of each layer; compute the layer again in the backward pass."""
     recompute_granularity: Literal["full", "selective"] = "full"
-    """What `gradient_checkpointing` computes again: the whole layer, or all but its matrix products
-    and attention, whose results are kept."""
+    """full: `gradient_checkpointing` computes whole layers again. selective: all but their matrix
+    products and attention, whose results are kept."""
     fsdp_size: int = -1
     """Number of neighbouring ranks that share one copy of the model; every other group of as many
     ranks holds another copy (HSDP). Gathers then stay inside a group, such as a node; only summed
