@@ -16,11 +16,9 @@ Labels = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_le
 Annotations = Annotated[dict[str, Annotated[str, Field(max_length=16_384)]], Field(max_length=32)]
 
 _RESERVED = ("agenticrun.dev/", "ray.io/", "kueue.x-k8s.io/")
-GANG_LABELS = (
-    "ray.io/gang-scheduling-enabled",
-    "ray.io/scheduler-name",
-    "ray.io/priority-class-name",
-)
+LABEL_GANG = "ray.io/gang-scheduling-enabled"
+LABEL_GANG_PRIORITY = "ray.io/priority-class-name"
+GANG_LABELS = (LABEL_GANG, "ray.io/scheduler-name", LABEL_GANG_PRIORITY)
 """Labels of ray.io that gang schedulers read on the RayCluster and its pods."""
 
 

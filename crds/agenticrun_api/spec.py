@@ -12,6 +12,7 @@ from pydantic.alias_generators import to_snake
 from agenticrun_api.algorithm import REFERENCE
 from agenticrun_api.base import Count, Model, Name, Open, PlugIn, Quantity, Rule, refused
 from agenticrun_api.names import CHECKPOINT_DIR, CODE_DIR, PACKAGES_DIR, Role
+from agenticrun_api.network import Network
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
 from agenticrun_api.quantities import some_bytes
 from agenticrun_api.roles import (
@@ -23,6 +24,7 @@ from agenticrun_api.roles import (
     Roles,
     reserved_labels,
 )
+from agenticrun_api.scheduling import Scheduling
 
 SHORT_GRACE_SECONDS = 30
 """Termination grace period of pods that save nothing. Kubernetes' own default."""
@@ -526,6 +528,11 @@ class FailurePolicy(Model):
     be placed in time are given back, and the run queues: it is Pending and tries again later. A run
     that has never trained fails if an image cannot be pulled or a container crashes until then. One
     hour is enough for new nodes and large images."""
+    hold_seconds: Annotated[int, Field(ge=10, le=604_800)] | None = None
+    """Time for which pods that have a node wait for pods of the run that cannot be placed. Then the
+    run gives all of them back, as at the startup deadline: two runs, each of which holds a part of
+    what both need, do not block each other. Longer than the nodes of an autoscaler take to come.
+    Default: `startupDeadlineSeconds`."""
     wait_seconds: Annotated[int, Field(ge=0, le=604_800)] = 300
     """Time that the first attempt waits for all env and inference pods, at most
     `startupDeadlineSeconds`. After it, and at each restart, an attempt begins as soon as
@@ -693,7 +700,7 @@ class AgenticRunSpec(Model):
         ),
         *(
             _immutable(field, required=False)
-            for field in ("image", "priorityClassName", "code", "checkpoint")
+            for field in ("image", "priorityClassName", "code", "checkpoint", "scheduling")
         ),
         _immutable("huggingFace", required=False),
         *(
@@ -790,6 +797,8 @@ class AgenticRunSpec(Model):
     """Annotations of the RayCluster and of all pods."""
     priority_class_name: Name | None = None
     """PriorityClass of all pods, unless a role names another one."""
+    scheduling: Scheduling | None = None
+    network: Network | None = None
     hugging_face: HuggingFace | None = None
     model: ModelSpec
     code: CodeSpec | None = None

@@ -91,6 +91,8 @@ class Reason(StrEnum):
     KUBERAY_MISSING = "KubeRayMissing"
     KUBERAY_TOO_OLD = "KubeRayTooOld"
     NAMESPACE_GONE = "NamespaceGone"
+    NETWORK_POLICIES_UNAVAILABLE = "NetworkPoliciesUnavailable"
+    NETWORK_POLICIES_CHANGED = "NetworkPoliciesChanged"
     INVALID_CONFIG = "InvalidConfig"
     SPEC_READ = "SpecRead"
     VERSION_SKEW = "VersionSkew"

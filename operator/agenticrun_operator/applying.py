@@ -74,7 +74,7 @@ class Applier:
         """Uids of the runs of which the apiserver has refused the whole status."""
 
     async def make_objects(self, run: AgenticRun, plan: Plan) -> None:
-        """Create the Secret with the run's tokens and the missing children, in this order.
+        """Correct NetworkPolicies, then create the Secret with the run's tokens and the children.
 
         The next reconciliation handles the objects that exist by then.
 
@@ -89,10 +89,16 @@ class Applier:
         """
         objects = ((plan.tokens,) if plan.tokens else ()) + plan.create
         wanted = {_creation(manifest): manifest for manifest in objects}
-        change = {_change(run)} if plan.cluster else set()
-        self._slow_writes.keep_only(run.key, {*wanted, *change, *map(_deletion, plan.delete)})
+        changes = {_change(manifest): manifest for manifest in plan.update}
+        change = {_change(plan.cluster)} if plan.cluster else set()
+        kept = {*wanted, *changes, *change, *map(_deletion, plan.delete)}
+        self._slow_writes.keep_only(run.key, kept)
         version = run.metadata.uid, run.metadata.generation
         deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
+        for name, manifest in changes.items():
+            replaces = run.metadata.generation, manifest["metadata"]["resourceVersion"]
+            replace = functools.partial(self._replace, manifest)
+            await self._slow_writes.finish(run.key, name, replaces, deadline, replace)
         for name, manifest in wanted.items():
             create = functools.partial(self._create, manifest)
             try:
@@ -121,7 +127,8 @@ class Applier:
         deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
         change = functools.partial(self._kube.put, plan.cluster)
         try:
-            await self._slow_writes.finish(run.key, _change(run), version, deadline, change)
+            name = _change(plan.cluster)
+            await self._slow_writes.finish(run.key, name, version, deadline, change)
         except NotFound:
             return  # the next reconciliation creates it
 
@@ -240,6 +247,12 @@ class Applier:
         except ClusterError as error:  # the status says the same
             log.warning("cannot post the event %s: %s", event.reason, error)
 
+    async def _replace(self, manifest: Manifest) -> None:
+        try:
+            await self._kube.put(manifest)
+        except (Conflict, NotFound) as error:  # the next reconciliation reads it again
+            log.info("%s: %s", _change(manifest), error)
+
     async def _create(self, manifest: Manifest) -> None:
         try:
             await self._kube.create(manifest)
@@ -260,8 +273,8 @@ def _deletion(delete: Delete) -> str:
     return f"deletion of {delete.child.kind} {delete.child.name}"
 
 
-def _change(run: AgenticRun) -> str:
-    return f"change of RayCluster {run.metadata.name}"
+def _change(manifest: Manifest) -> str:
+    return f"change of {manifest['kind']} {manifest['metadata']['name']}"
 
 
 def without_reports(status: AgenticRunStatus, stored: AgenticRunStatus) -> AgenticRunStatus:

@@ -215,8 +215,8 @@ class Observed:
 
     children: Mapping[Child, Manifest | None] = field(default_factory=dict)
     """The children that were read, with any owner, and the user's own claim for checkpoints; None:
-    the object does not exist. While a run trains or is suspended, only the RayCluster is read, and
-    a claim that was deleted."""
+    the object does not exist. While a run trains or is suspended, only the RayCluster, its
+    NetworkPolicies and a claim that was deleted are read."""
     pods: tuple[Pod, ...] = ()
     """The pods of the run's RayCluster, and orphans of a deleted RayCluster."""
     job: Job | NoJob | Unreachable = Unreachable("there is no head pod to ask")
@@ -225,6 +225,8 @@ class Observed:
     kuberay_missing: bool = False
     """True if the apiserver does not serve RayClusters, so that nothing is known about the run's
     own. Its pods may still be there."""
+    policy_error: errors.ClusterError | None = None
+    """Why the run's NetworkPolicies, which are among the children otherwise, cannot be read."""
     missing_code: str | None = None
     """The name in spec.code.configMap if that ConfigMap does not exist."""
     job_trouble: JobTrouble | None = None
@@ -241,6 +243,8 @@ class Observed:
     """The deletions that failed, by the uid of the object."""
     cluster_changed_at: datetime | None = None
     """When this operator last changed the RayCluster."""
+    policies_changed_at: datetime | None = None
+    """When this operator last changed NetworkPolicies of the run."""
     scaling_refusal: tuple[errors.ClusterError, datetime] | None = None
     """Why and when the apiserver refused to give the RayCluster the replicas of this spec."""
     end_time: str | None = None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import TypeVar
@@ -63,6 +63,11 @@ class ObservedObjects:
     kuberay_missing: bool = False
     fresh: bool = True
     """True if everything was read from the apiserver, nothing taken from the watches or before."""
+    policies: Mapping[Child, Manifest | None] = field(default_factory=dict)
+    """The run's NetworkPolicies; None: it is missing. Empty while they do not matter, or while
+    nothing is known of them."""
+    policy_error: errors.ClusterError | None = None
+    """Why the NetworkPolicies cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,24 @@ class Observer:
         watched: WatchedObjects,
         key: OperatorKey,
         clock: Callable[[], datetime],
+        operator_namespace: str = "",
     ):
+        """Create an observer.
+
+        Args:
+            kube: the apiserver.
+            head: the head pods.
+            watched: what the watches saw last.
+            key: the key of this installation.
+            clock: returns the current time.
+            operator_namespace: as in `WorkerImages`.
+        """
         self._kube = kube
         self._head = head
         self._watched = watched
         self._key = key
         self._clock = clock
+        self._operator_namespace = operator_namespace
         self._events_denied: dict[str, datetime] = {}
         """When the events of a namespace were denied last."""
         self._silent: dict[tuple[str, str], _Silence] = {}
@@ -186,7 +203,40 @@ class Observer:
             children |= await self._lost_claim(run, fresh=asked)
         children[Child("RayCluster", name)] = cluster
         own = self._own_pods(run, pods, cluster, cluster_known=not kuberay_missing)
-        return ObservedObjects(children, own, missing_code, kuberay_missing, fresh)
+        observed = ObservedObjects(children, own, missing_code, kuberay_missing, fresh)
+        if not (needed and self._operator_namespace):
+            return observed
+        observed = replace(observed, fresh=fresh and asked)
+        try:
+            return replace(observed, policies=await self._policies(run, fresh=asked))
+        except (errors.Denied, errors.NotServed) as error:
+            return replace(observed, policy_error=error)
+
+    async def _policies(self, run: AgenticRun, *, fresh: bool) -> dict[Child, Manifest | None]:
+        """Return the NetworkPolicies that the run must have, and those that it has.
+
+        Nothing while their watch is down: before anything is done, they are read.
+
+        Raises:
+            NotServed: the Kubernetes cluster has no NetworkPolicies.
+            Denied: the right to read them is missing.
+        """
+        namespace, name = run.key
+        policies = resources.network_policies(run, self._operator_namespace)
+        wanted = [Child.of(policy) for policy in policies]
+        found = None if fresh else self._watched.policies.of_run(run.key)
+        if found is None and not fresh:
+            return {}
+        listed = await self._kube.list_policies(namespace, name) if found is None else found
+        known: dict[Child, Manifest | None] = {
+            Child.of(item): item
+            for item in listed
+            if Child.of(item) in wanted or resources.is_policy_of(run, item)
+        }
+        if fresh:  # one of this name may have no label of ours
+            unseen = [child for child in wanted if child not in known]
+            known |= dict(zip(unseen, await self._get_all(namespace, unseen), strict=True))
+        return dict.fromkeys(wanted) | known
 
     async def _lost_claim(self, run: AgenticRun, *, fresh: bool) -> dict[Child, Manifest | None]:
         """Return the claim of the run's checkpoints if it was deleted or is being deleted.
@@ -279,10 +329,13 @@ class Observer:
 
     async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
         wanted = [*resources.mounted_names(run), *filter(None, [resources.users_claim_of(run)])]
-        found = await asyncio.gather(
-            *(self._kube.get(child.kind, run.metadata.namespace, child.name) for child in wanted)
-        )
+        found = await self._get_all(run.metadata.namespace, wanted)
         return dict(zip(wanted, found, strict=True))
+
+    async def _get_all(self, namespace: str, wanted: list[Child]) -> list[Manifest | None]:
+        return await asyncio.gather(
+            *(self._kube.get(child.kind, namespace, child.name) for child in wanted)
+        )
 
     async def look(
         self,
@@ -300,7 +353,8 @@ class Observer:
 
     async def _ask_head(self, run: AgenticRun, objects: ObservedObjects) -> Observed:
         observed = Observed(
-            children=objects.children,
+            children={**objects.children, **objects.policies},
+            policy_error=objects.policy_error,
             pods=objects.pods,
             missing_code=objects.missing_code,
             kuberay_missing=objects.kuberay_missing,

@@ -91,6 +91,8 @@ class RunCache:
     """The deletions that failed, by the uid of the object."""
     cluster_changed_at: datetime | None = None
     """When this operator last changed the RayCluster."""
+    policies_changed_at: datetime | None = None
+    """When this operator last changed NetworkPolicies."""
     scaling_refusal: tuple[int, errors.ClusterError, datetime] | None = None
     """Generation of the run, and why and when the apiserver refused to change its RayCluster."""
     ended: tuple[str, str] | None = None
@@ -148,7 +150,7 @@ class Reconciler:
         """
         self._kube = kube
         self._watched = watched
-        self._observer = Observer(kube, head, watched, key, clock)
+        self._observer = Observer(kube, head, watched, key, clock, images.operator_namespace)
         self._slots = slots
         self._conflicts: dict[Key, int] = {}
         """Conflicts in a row."""
@@ -380,6 +382,8 @@ class Reconciler:
             await self._applier.make_objects(run, plan)
             if plan.tokens:
                 cached = replace(cached, tokens_sent_at=self._clock())
+            if plan.update:
+                cached = replace(cached, policies_changed_at=self._clock())
         except errors.ClusterError as error:
             log.warning("%s: %s", "/".join(key), error)
             plan = planning.plan(run, observed, self._clock(), self._images, self._key, error)
@@ -522,6 +526,7 @@ class Reconciler:
             deletions=cached.deletions,
             deletion_troubles=cached.deletion_troubles,
             cluster_changed_at=cached.cluster_changed_at,
+            policies_changed_at=cached.policies_changed_at,
             scaling_refusal=refusal and refusal[1:],
             end_time=end_time,
         )
@@ -579,8 +584,10 @@ def _still_there(deletions: Mapping[str, T], cached: RunCache) -> dict[str, T]:
     """Return what is known of the deletions of objects that still exist."""
     if not deletions:
         return {}
-    manifests = (manifest for manifest in cached.objects.children.values() if manifest)
-    uids = {pod.uid for pod in cached.objects.pods}
+    objects = cached.objects
+    children = (*objects.children.values(), *objects.policies.values())
+    manifests = (manifest for manifest in children if manifest)
+    uids = {pod.uid for pod in objects.pods}
     uids |= {item["metadata"]["uid"] for item in manifests} | {cached.metadata["uid"]}
     return {uid: found for uid, found in deletions.items() if uid in uids}
 
@@ -601,4 +608,5 @@ def _newest_progress(cached: RunCache, observed: Observed) -> Progress | None:
 def _acts(plan: planning.Plan, run: AgenticRun) -> bool:
     """Return True if the plan does more than write what was seen: it needs fresh objects."""
     moves = plan.status is not None and plan.status.phase is not run.status.phase
-    return bool(moves or plan.job or plan.delete or plan.create or plan.cluster or plan.tokens)
+    writes = plan.create or plan.update or plan.cluster or plan.tokens
+    return bool(moves or plan.job or plan.delete or writes)

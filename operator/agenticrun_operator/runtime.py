@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -30,7 +31,7 @@ from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.run_metrics import run_registry
 from agenticrun_operator.settings import HeadAccess, Settings
 from agenticrun_operator.slow_writes import SlowWrites
-from agenticrun_operator.watch_cache import WatchedObjects
+from agenticrun_operator.watch_cache import WatchCache, WatchedObjects
 from agenticrun_operator.watches import Watch
 from agenticrun_operator.workqueue import Key, WorkQueue
 
@@ -145,12 +146,18 @@ class OperatorRuntime:
             self._pages.append(await metrics.serve_page(port, path, page))
 
     def _watches(self, namespace: str | None) -> tuple[Watch, ...]:
+        children: dict[str, WatchCache[Any]] = {
+            "RayCluster": self._watched.clusters,
+            "Pod": self._watched.pods,
+            resources.CLAIM_KIND: self._watched.claims,
+        }
+        if self._settings.network_policy_namespace:
+            children[resources.POLICY_KIND] = self._watched.policies
         return (
             Watch(self._kube, names.KIND, namespace, None, self._watched.runs),
-            Watch(self._kube, "RayCluster", namespace, names.LABEL_RUN, self._watched.clusters),
-            Watch(self._kube, "Pod", namespace, names.LABEL_RUN, self._watched.pods),
-            Watch(
-                self._kube, resources.CLAIM_KIND, namespace, names.LABEL_RUN, self._watched.claims
+            *(
+                Watch(self._kube, kind, namespace, names.LABEL_RUN, cache)
+                for kind, cache in children.items()
             ),
         )
 

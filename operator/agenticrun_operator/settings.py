@@ -60,6 +60,9 @@ class Settings(BaseSettings):
     full_look_seconds: Annotated[float, Field(gt=0)] = 20.0
     """Maximum age, in seconds, of what the operator remembers of a run's objects. A watch event
     makes it look at once."""
+    network_policy_namespace: str = ""
+    """Namespace of the operator's pods: each run gets NetworkPolicies that let in these and its own
+    pods, and whom spec.network names. Empty: runs get none."""
     head_access: HeadAccess = HeadAccess.DIRECT
     """Direct: at the pod's IP. ApiserverProxy: through the apiserver, from outside the Kubernetes
     cluster (needs the right to pods/proxy)."""
@@ -84,6 +87,7 @@ class Settings(BaseSettings):
             {"sglang": self.worker_image_sglang, "vllm": self.worker_image_vllm},
             self.architectures,
             self.reporter_resources,
+            self.network_policy_namespace,
         )
 
     @property

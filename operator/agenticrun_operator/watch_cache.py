@@ -134,6 +134,7 @@ class WatchedObjects:
             child_changed,
         )
         """Name of each volume claim, and True if it is being deleted."""
+        self.policies = WatchCache(_labelled_run, resources.policy_summary, child_changed)
 
     def version(self, run: Key) -> str | None:
         """Return the newest resourceVersion of a run; None if it is not known."""

@@ -166,6 +166,7 @@ def test_own_code_trains_from_an_image_and_from_git(
         "type": "outside",
         "config": {"run": "caller:play", "reachableFrom": "network"},
     }
+    from_git["spec"]["network"] = {"allowFrom": [{"role": "env", "podLabels": {"app": SITE}}]}
 
     def with_code() -> dict[str, Any] | None:
         """Return the env pod once Git's container has ended. A run of one step may be over soon."""

@@ -234,6 +234,9 @@ class Fleet:
         objects = self._objects[namespace].items()
         return copied([item for (kind, _), item in objects if kind == "Pod"])
 
+    async def list_policies(self, namespace: str, run_name: str) -> list[Manifest]:
+        return []
+
     async def list_pod_warnings(self, namespace: str, pod_uid: str) -> list[Manifest]:
         return []
 

@@ -52,6 +52,7 @@ from agenticrun_operator.pod_reader import role_of
 from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.resources import (
     CLAIM_KIND,
+    POLICY_KIND,
     Event,
     Manifest,
     OperatorKey,
@@ -157,6 +158,8 @@ class World:
     """The apiserver's answer to the deletion of a kind."""
     delete_seconds: dict[str, float] = field(default_factory=dict)
     """Time that webhooks take for the deletion of a kind, by the clock of the event loop."""
+    policy_error: ClusterError | None = None
+    """The apiserver's answer to a list of NetworkPolicies."""
     put_error: ClusterError | None = None
     """The apiserver's answer to the change of a RayCluster."""
     stop_requests: int = 0
@@ -258,6 +261,7 @@ class World:
             ("RayCluster", self.watched.clusters, of_runs),
             ("Pod", self.watched.pods, of_runs),
             (CLAIM_KIND, self.watched.claims, of_runs),
+            (POLICY_KIND, self.watched.policies, of_runs),
         ):
             cache.listed(None, [item for item in found if item["kind"] == kind])
         if self.kuberay_missing:
@@ -613,6 +617,19 @@ class World:
                 item
                 for (kind, _), item in self.objects.items()
                 if kind == "Pod" and item["metadata"]["labels"].get(label) == run_name
+            ]
+        )
+
+    async def list_policies(self, namespace: str, run_name: str) -> list[Manifest]:
+        self._point("list policies")
+        if self.policy_error is not None:
+            raise self.policy_error
+        return copied(
+            [
+                item
+                for (kind, _), item in self.objects.items()
+                if kind == POLICY_KIND
+                and item["metadata"].get("labels", {}).get(LABEL_RUN) == run_name
             ]
         )
 

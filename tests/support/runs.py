@@ -15,6 +15,7 @@ from agenticrun_api.algorithm import (
 )
 from agenticrun_api.base import Model
 from agenticrun_api.environments import EnvGroups
+from agenticrun_api.network import Network, NetworkPeer
 from agenticrun_api.pipeline import Pipeline, Record, Staleness
 from agenticrun_api.roles import ElasticRole, PodTemplate, Resources, WorkerRole
 from agenticrun_api.run import AgenticRun
@@ -984,6 +985,27 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "spec.labels",
         (("spec.labels", {"kueue.x-k8s.io/queue-name": "gpus"}),),
         (("spec.labels", {"team": "lake", "ray.io/gang-scheduling-enabled": "true"}),),
+    ),
+    RuleCase(
+        NetworkPeer,
+        "cidr names addresses, namespace and podLabels name pods",
+        "spec.network.allowFrom[0].cidr",
+        (("spec.network", {"allowFrom": [{"cidr": "10.0.0.0/8", "namespace": "tools"}]}),),
+        (("spec.network", {"allowFrom": [{"cidr": "10.0.0.0/8"}, {"namespace": "tools"}]}),),
+    ),
+    RuleCase(
+        NetworkPeer,
+        "set podLabels, namespace or cidr",
+        "spec.network.egress[0].to[0].podLabels",
+        (("spec.network", {"egress": [{"role": "env", "to": [{"ports": [443]}]}]}),),
+        (("spec.network", {"egress": [{"role": "env", "to": [{"cidr": "::/0"}]}]}),),
+    ),
+    RuleCase(
+        Network,
+        "egress names a role twice",
+        "spec.network.egress",
+        (("spec.network", {"egress": [{"role": "env"}, {"role": "env"}]}),),
+        (("spec.network", {"egress": [{"role": "env"}, {"role": "driver"}]}),),
     ),
     RuleCase(
         AgenticRunSpec,

@@ -48,7 +48,7 @@ from the version of the last bookmark, so that nothing is missed or listed again
 WATCH_GRACE_SECONDS = 2.0
 WATCHES_PER_SECOND = 10.0
 """With many namespaces, watches live longer, so that no more than this number begins per second."""
-KINDS_WATCHED = 4
+KINDS_WATCHED = 5
 MAX_LINE_BYTES = 2**21
 """Longest event of a watch. etcd holds no larger objects."""
 PAGE = 500
@@ -62,7 +62,7 @@ _APPLY = "application/apply-patch+yaml; charset=utf-8"
 _NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 """Characters that JSON may contain and YAML may not, or that end a line there."""
 _METADATA = "application/json;as=PartialObjectMetadata{};g=meta.k8s.io;v=v1"
-_WATCHED_WHOLE = frozenset({"Pod", "RayCluster"})
+_WATCHED_WHOLE = frozenset({"Pod", "RayCluster", "NetworkPolicy"})
 """Kinds that are watched with all their fields; of other kinds, only the metadata is watched."""
 _ROOTS = {
     names.KIND: (f"/apis/{names.GROUP}/{names.VERSION}", names.PLURAL),
@@ -71,6 +71,7 @@ _ROOTS = {
     "Pod": ("/api/v1", "pods"),
     "ConfigMap": ("/api/v1", "configmaps"),
     "PodDisruptionBudget": ("/apis/policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
     "Secret": ("/api/v1", "secrets"),
     "PersistentVolumeClaim": ("/api/v1", "persistentvolumeclaims"),
     "Event": ("/api/v1", "events"),
@@ -211,6 +212,15 @@ class KubeClient:
         )
         items: list[Manifest] = found["items"]
         return items
+
+    async def list_policies(self, namespace: str, run_name: str) -> list[Manifest]:
+        found = await self._request(
+            "GET",
+            object_path("NetworkPolicy", namespace),
+            query={"labelSelector": f"{names.LABEL_RUN}={run_name}"},
+        )
+        kind = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy"}
+        return [{**kind, **item} for item in found["items"] or []]  # items do not name their kind
 
     async def list_pod_warnings(self, namespace: str, pod_uid: str) -> list[Manifest]:
         selector = f"involvedObject.uid={pod_uid},type=Warning"

@@ -33,6 +33,15 @@ class Kube(Protocol):
         """Return the pods that have the run's name in this label."""
         ...
 
+    async def list_policies(self, namespace: str, run_name: str) -> list[Manifest]:
+        """Return the NetworkPolicies that have the run's name as a label.
+
+        Raises:
+            NotServed: the Kubernetes cluster has no NetworkPolicies.
+            Denied: the right to read them is missing.
+        """
+        ...
+
     async def list_pod_warnings(self, namespace: str, pod_uid: str) -> list[Manifest]:
         """Return the events of type Warning on a pod."""
         ...

@@ -103,6 +103,9 @@ def find_obstacle(state: State) -> Obstacle | None:
         return Obstacle(Reason.NO_ENGINE_IMAGE, message)
     if observed.kuberay_missing:
         return KUBERAY_MISSING
+    if observed.policy_error and not (state.status.job and state.cluster):
+        # What trains already stays. No new pods without their NetworkPolicies.
+        return _policies_unavailable(observed.policy_error)
     return (
         _deleted_claim(state)
         or _objects_in_the_way(state)
@@ -262,6 +265,21 @@ def _deleted_claim(state: State) -> Obstacle | None:
     )
 
 
+def _policies_unavailable(error: errors.ClusterError) -> Obstacle:
+    """Return the obstacle of NetworkPolicies that the operator cannot make."""
+    if isinstance(error, errors.NotServed):
+        why = "the Kubernetes cluster does not serve them (networking.k8s.io/v1): its administrator"
+        do = "turns them on"
+    else:
+        why = f"{error}: the administrator of the operator's release"
+        do = "runs helm upgrade, which gives it the right"
+    return Obstacle(
+        Reason.NETWORK_POLICIES_UNAVAILABLE,
+        f"no NetworkPolicies for the run: {why} {do}, or sets the chart's value "
+        "networkPolicy.enabled to false",
+    )
+
+
 def _obstacle_met(run: AgenticRun, error: errors.ClusterError) -> Obstacle:
     """Return the obstacle that an attempt to create the children met.
 
@@ -269,6 +287,8 @@ def _obstacle_met(run: AgenticRun, error: errors.ClusterError) -> Obstacle:
     trained: the apiserver accepted the same objects then.
     """
     message = str(error)
+    if isinstance(error, errors.RightMissing) and '"networkpolicies"' in message:
+        return _policies_unavailable(error)
     if isinstance(error, errors.NotServed):
         return KUBERAY_MISSING
     if isinstance(error, errors.NamespaceGone):
@@ -529,6 +549,38 @@ def repair(state: State, *, numbers: bool = True) -> Result:
     return Result(
         cluster=resources.repaired(state.run, cluster, numbers=numbers),
         events=(warning(Reason.CLUSTER_REPAIRED, f"{edit}. The operator puts it back"),),
+    )
+
+
+def correct_policies(state: State) -> Result:
+    """Make the NetworkPolicies as spec.network says, and delete those that it no longer asks for.
+
+    `provision` creates missing ones.
+    """
+    run, namespace = state.run, state.images.operator_namespace
+    found = [
+        manifest
+        for child, manifest in state.observed.children.items()
+        if child.kind == resources.POLICY_KIND
+        and manifest is not None
+        and resources.is_own(run, manifest)
+        and not resources.is_deleting(manifest)
+    ]
+    wanted = {Child.of(policy) for policy in resources.network_policies(run, namespace)}
+    result = Result()
+    for policy in found:
+        if (child := Child.of(policy)) not in wanted:
+            result |= ask_to_delete(state, Delete(child, policy["metadata"]["uid"]))
+    corrected = tuple(resources.corrected_policies(run, namespace, found))
+    if not corrected:
+        return result
+    wait = state.wait_to_repeat(state.observed.policies_changed_at)
+    if wait > 0:
+        return result | Result(look_after=wait)
+    changed = ", ".join(policy["metadata"]["name"] for policy in corrected)
+    message = f"NetworkPolicy {changed} was not as spec.network says: the operator replaces it"
+    return result | Result(
+        update=corrected, events=(note(Reason.NETWORK_POLICIES_CHANGED, message),)
     )
 
 

@@ -154,7 +154,9 @@ def _run(state: State, rescaling: situation.Rescaling) -> Result:
     result = _report_pods(state)
     obstacle = children.find_obstacle(state)
     result |= (
-        children.provision(state) if obstacle is None else children.report_obstacle(state, obstacle)
+        children.provision(state) | children.correct_policies(state)
+        if obstacle is None
+        else children.report_obstacle(state, obstacle)
     )
     result |= _next_deadline(state)
     match attempt.follow(state):
@@ -180,6 +182,7 @@ def _start(state: State) -> Result:
     result = _next_deadline(state)
     if obstacle is None:
         result |= children.provision(state) | children.repair(state)
+        result |= children.correct_policies(state)
         state = state.with_fields(dict(result.fields))
     if obstacle is None or state.status.job or state.cluster:
         result |= _report_pods(state)

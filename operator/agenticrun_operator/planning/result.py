@@ -130,6 +130,8 @@ class Plan:
     """The Secret with the run's tokens, to create unless it exists. If that is denied while the
     RayCluster exists, the rest of the plan still applies: a quota also denies what exists."""
     create: tuple[Manifest, ...] = ()
+    update: tuple[Manifest, ...] = ()
+    """NetworkPolicies to replace at the version that was read."""
     cluster: Manifest | None = None
     """The RayCluster with other numbers of pods, to store at the version that was read."""
     status: AgenticRunStatus | None = None
@@ -173,6 +175,7 @@ class Result:
     events: tuple[Event, ...] = ()
     tokens: Manifest | None = None
     create: tuple[Manifest, ...] = ()
+    update: tuple[Manifest, ...] = ()
     cluster: Manifest | None = None
     delete: tuple[Delete, ...] = ()
     undeleted: tuple[Undeleted, ...] = ()
@@ -188,6 +191,7 @@ class Result:
             events=self.events + other.events,
             tokens=self.tokens or other.tokens,
             create=self.create + other.create,
+            update=self.update + other.update,
             cluster=self.cluster or other.cluster,
             delete=self.delete + other.delete,
             undeleted=self.undeleted + other.undeleted,
@@ -256,6 +260,7 @@ def finish(
     return Plan(
         tokens=result.tokens,
         create=result.create,
+        update=result.update,
         cluster=result.cluster,
         status=written,
         job=result.job,

@@ -8,9 +8,9 @@ An attempt that ends for a stop is no restart and no failure. It is over like on
 its next restart, so that a run that is resumed, at any moment, continues as after a restart.
 
 Kubernetes places pods one by one. So two runs can each hold a part of the GPUs that both need, and
-wait for the rest forever. At the startup deadline a run gives its pods back and queues: it tries
-again after a wait that doubles each time. The wait differs between runs (jitter by the run's uid),
-so that one run finds all GPUs free.
+wait for the rest forever. At the startup deadline, or after holdSeconds, a run gives its pods back
+and queues: it tries again after a wait that doubles each time. The wait differs between runs
+(jitter by the run's uid), so that one run finds all GPUs free.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def check_startup(state: State) -> Result:
     since, problem = state.waiting_since, state.roles.problem
     if since is None or problem is None:
         return Result()
-    limit = state.run.spec.failure_policy.startup_deadline_seconds
+    limit = _seconds_to_wait(state)
     left = limit - state.seconds_since(since)
     if left > 0:
         return Result(look_after=left)
@@ -250,6 +250,20 @@ def check_startup(state: State) -> Result:
     if state.status.job is None and of_the_run:
         return fail(state, Reason.STARTUP_DEADLINE_EXCEEDED, late)
     return _give_back(state, Reason.STARTUP_DEADLINE_EXCEEDED, late)
+
+
+def _seconds_to_wait(state: State) -> int:
+    """Return the time that the pods have to become ready.
+
+    It may be shorter while some of them hold what another run may wait for, and others find no
+    node.
+    """
+    policy, problems = state.run.spec.failure_policy, [pod.problem for pod in state.pods]
+    halved = any(pod.node for pod in state.pods) and any(
+        problem is not None and problem.reason is Reason.UNSCHEDULABLE for problem in problems
+    )
+    hold = policy.hold_seconds if halved else None
+    return min(hold or policy.startup_deadline_seconds, policy.startup_deadline_seconds)
 
 
 def _check_head(state: State) -> Result:

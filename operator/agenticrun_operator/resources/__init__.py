@@ -29,6 +29,13 @@ from agenticrun_operator.resources.metadata import (
     is_own,
     run_labels,
 )
+from agenticrun_operator.resources.network import (
+    POLICY_KIND,
+    corrected_policies,
+    is_policy_of,
+    network_policies,
+    policy_summary,
+)
 from agenticrun_operator.resources.raycluster import (
     answers_challenges,
     changes_by_others,
@@ -52,6 +59,7 @@ from agenticrun_operator.resources.volumes import claim_name, storage_of
 __all__ = [
     "CLAIM_KIND",
     "LABEL_CLUSTER",
+    "POLICY_KIND",
     "REPORTER_RESOURCES",
     "Child",
     "Event",
@@ -66,6 +74,7 @@ __all__ = [
     "code_config_map",
     "controller",
     "controller_uid",
+    "corrected_policies",
     "created_claim",
     "desired_children",
     "editor_of",
@@ -73,11 +82,14 @@ __all__ = [
     "images_in",
     "is_deleting",
     "is_own",
+    "is_policy_of",
     "is_retained",
     "key_id_of",
     "made_by",
     "mounted_children",
     "mounted_names",
+    "network_policies",
+    "policy_summary",
     "ray_cluster",
     "repaired",
     "replicas_in",

@@ -12,6 +12,7 @@ from agenticrun_api.yaml_text import write_yaml
 from agenticrun_operator.resources.claims import CLAIM_KIND, checkpoint_claim, created_claim
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, child_metadata
+from agenticrun_operator.resources.network import network_policies
 from agenticrun_operator.resources.raycluster import ray_cluster
 from agenticrun_operator.resources.volumes import (
     claim_name,
@@ -49,7 +50,8 @@ def desired_children(
 ) -> tuple[Manifest, ...]:
     """Return all children except the Secret.
 
-    The RayCluster comes last, because its pods mount the others.
+    The NetworkPolicies come first, so that no pod is ever open. The RayCluster comes last, because
+    its pods mount the others.
 
     Args:
         run: the run.
@@ -57,7 +59,11 @@ def desired_children(
         tokens: the name of the Secret with the run's tokens.
         claim: the user's own claim for checkpoints, if it was read.
     """
-    return (*mounted_children(run), ray_cluster(run, images, tokens, claim))
+    return (
+        *network_policies(run, images.operator_namespace),
+        *mounted_children(run),
+        ray_cluster(run, images, tokens, claim),
+    )
 
 
 def mounted_children(run: AgenticRun) -> tuple[Manifest, ...]:

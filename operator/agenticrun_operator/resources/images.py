@@ -28,6 +28,9 @@ class WorkerImages:
     """Architectures of these images, as nodes name theirs. Empty: of every node."""
     reporter: Resources = REPORTER_RESOURCES
     """Resources of the container that runs the reporter, from the worker image."""
+    operator_namespace: str = ""
+    """Namespace of the operator's pods, which NetworkPolicies of runs let in. Empty: runs get no
+    NetworkPolicies."""
 
     def of(self, run: AgenticRun, role: Role) -> str:
         """Return the image for the pods of a role.

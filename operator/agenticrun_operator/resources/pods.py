@@ -146,6 +146,7 @@ def _pod(run: AgenticRun, role: Role, context: PodContext, ports: dict[str, int]
         **placement(run, role, context.images.architectures, context.claim),
         "priorityClassName": settings.priority_class_name or run.spec.priority_class_name,
         "runtimeClassName": settings.runtime_class_name,
+        "schedulerName": run.spec.scheduling and run.spec.scheduling.scheduler_name,
     }
     bring_code = code_containers(run, settings, _init_container(run, role, image))
     private = init_volumes(run.spec.code) if run.spec.code else []

@@ -15,6 +15,7 @@ from agenticrun_api.names import (
     REPORTER_PORT,
 )
 from agenticrun_api.quantities import whole_number
+from agenticrun_api.roles import LABEL_GANG, LABEL_GANG_PRIORITY
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import (
     Manifest,
@@ -68,7 +69,7 @@ def ray_cluster(
     context = PodContext(images, tokens, claim)
     metadata = child_metadata(run, run.metadata.name)
     made_for = {_replicas_label(role): str(n) for role, n in run.spec.roles.elastic.items()}
-    metadata["labels"] = run.spec.labels | metadata["labels"] | made_for
+    metadata["labels"] = run.spec.labels | gang_labels(run) | metadata["labels"] | made_for
     if run.spec.annotations:
         metadata["annotations"] = dict(run.spec.annotations)
     return {
@@ -87,6 +88,14 @@ def ray_cluster(
             ],
         },
     }
+
+
+def gang_labels(run: AgenticRun) -> dict[str, str]:
+    """Return the labels of a RayCluster that KubeRay's batch schedulers read."""
+    if run.spec.scheduling is None or not run.spec.scheduling.gang:
+        return {}
+    priority = run.spec.priority_class_name
+    return {LABEL_GANG: "true"} | ({LABEL_GANG_PRIORITY: priority} if priority else {})
 
 
 def images_in(cluster: Manifest) -> dict[str, str]:
@@ -268,7 +277,7 @@ def _wanted_labels(
         for role in run.spec.roles.elastic
         if role in replicas
     }
-    return run.spec.labels | present | run_labels(run) | made_for
+    return run.spec.labels | gang_labels(run) | present | run_labels(run) | made_for
 
 
 def _replicas_label(role: str) -> str:

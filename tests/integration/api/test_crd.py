@@ -66,6 +66,17 @@ def test_the_rule_in_cel_accepts_what_the_rule_in_python_accepts(
         ("spec.model.initialize.layers", 0, 1),
         ("spec.failurePolicy.maxRestarts", -1, 0),
         ("spec.imagePullPolicy", "Sometimes", "Never"),
+        ("spec.failurePolicy.holdSeconds", 9, 10),
+        (
+            "spec.network",
+            {"allowFrom": [{"cidr": "10.0.0.0/33"}]},
+            {"allowFrom": [{"cidr": "::/0"}]},
+        ),
+        (
+            "spec.network",
+            {"egress": [{"role": "env", "to": [{"namespace": "a", "ports": [0]}]}]},
+            {"egress": [{"role": "env", "to": [{"namespace": "a", "ports": [1]}]}]},
+        ),
     ],
 )
 def test_bounds_hold_on_both_sides_and_in_both_places(
@@ -146,6 +157,7 @@ def _change(stored: Cluster, *changes: Change) -> str:
         (("spec.huggingFace", {"offline": True}), "spec.huggingFace"),
         (("spec.checkpoint", {"uri": "/data"}), "spec.checkpoint"),
         (("spec.tracking.tensorboard", False), "spec.tracking"),
+        (("spec.scheduling", {"gang": True}), "spec.scheduling"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -167,6 +179,7 @@ def test_what_the_operator_reads_and_what_a_driver_takes_over_can_change(stored:
         ("spec.ttlSecondsAfterFinished", 60),
         ("spec.failurePolicy.maxRestarts", 7),
         ("spec.cleanup.onFailure", "Keep"),
+        ("spec.network", {"allowFrom": [{"namespace": "tools"}]}),
         ("metadata.labels", {"team": "lake"}),
     )
     assert "configured" in said

@@ -114,6 +114,7 @@ def test_by_default_it_serves_all_namespaces_with_a_cluster_role(cluster: Cluste
         ("Role", NAMESPACE),
         ("RoleBinding", NAMESPACE),
         ("PodDisruptionBudget", NAMESPACE),
+        ("NetworkPolicy", NAMESPACE),
         ("Service", NAMESPACE),
         *POLICY,
     }
@@ -461,6 +462,9 @@ def test_the_policy_protects_the_releases_namespace_unless_it_is_watched(cluster
         ({"resources": {"requests": {"cpu": -1}}}, "/resources/requests/cpu"),
         ({"resources": {"requests": {"ram": "1Gi"}}}, "/resources/requests"),
         ({"probes": {"port": 80}}, "/probes/port"),
+        ({"networkPolicy": {"enabled": "no"}}, "/networkPolicy/enabled"),
+        ({"networkPolicy": {"metricsFrom": [{"pods": {}}]}}, "/networkPolicy/metricsFrom/0"),
+        ({"networkPolicy": {"apiserver": ["10.0.0.1"]}}, "/networkPolicy/apiserver/0"),
         ({"podLabels": {"team": "a b"}}, "/podLabels/team"),
     ],
 )
@@ -543,6 +547,42 @@ def test_a_single_operator_has_no_budget_that_would_hold_up_a_drain(cluster: Clu
     assert "PodDisruptionBudget" not in {kind for kind, _, _ in objects}
     update = objects["Deployment", NAMESPACE, RELEASE]["spec"]["strategy"]["rollingUpdate"]
     assert update == {"maxUnavailable": 0, "maxSurge": 1}
+
+
+def operators_policy(objects: Objects) -> dict[str, Any]:
+    spec: dict[str, Any] = objects["NetworkPolicy", NAMESPACE, RELEASE]["spec"]
+    return spec
+
+
+def test_the_operators_pods_let_in_metrics_and_probes_only(cluster: Cluster) -> None:
+    objects = render(cluster)
+    spec = operators_policy(objects)
+    assert spec["podSelector"] == objects["Deployment", NAMESPACE, RELEASE]["spec"]["selector"]
+    assert spec["policyTypes"] == ["Ingress"]
+    assert [rule["ports"][0]["port"] for rule in spec["ingress"]] == [9090, 8080]
+    monitoring = {"namespaceSelector": {"matchLabels": {"team": "monitoring"}}}
+    values = {"metricsFrom": [monitoring]}
+    limited = operators_policy(render(cluster, networkPolicy=values))["ingress"]
+    assert [rule.get("from") for rule in limited] == [[monitoring], None]
+
+
+def test_with_egress_they_reach_dns_heads_and_the_apiserver_only(cluster: Cluster) -> None:
+    values = {"egress": True, "apiserver": ["10.0.0.1/32"]}
+    spec = operators_policy(render(cluster, networkPolicy=values))
+    assert spec["policyTypes"] == ["Ingress", "Egress"]
+    dns, heads, apiserver = spec["egress"]
+    assert {port["port"] for port in dns["ports"]} == {53, 5353}
+    assert [port["port"] for port in heads["ports"]] == [8265, 8787]
+    assert heads["to"][0]["podSelector"] == {"matchLabels": {"agenticrun.dev/role": "driver"}}
+    assert apiserver["to"] == [{"ipBlock": {"cidr": "10.0.0.1/32"}}]
+
+
+def test_one_switch_turns_off_all_network_policies(cluster: Cluster) -> None:
+    setting = "AGENTICRUN_NETWORK_POLICY_NAMESPACE"
+    assert environment(render(cluster))[setting] == NAMESPACE
+    objects = render(cluster, networkPolicy={"enabled": False})
+    assert "NetworkPolicy" not in {kind for kind, _, _ in objects}
+    assert setting not in environment(objects)
 
 
 AGGREGATES = "rbac.authorization.k8s.io/aggregate-to-"

@@ -20,6 +20,7 @@ from agenticrun_operator.resources import (
     OperatorKey,
     WorkerImages,
     desired_children,
+    network_policies,
     repaired,
     rescaled,
     run_labels,
@@ -73,7 +74,7 @@ def a_run(*changes: tuple[str, Any], namespace: str = TEAM) -> AgenticRun:
 
 def children(run: AgenticRun) -> dict[str, Manifest]:
     """Return what the operator creates for a run, by kind."""
-    images = WorkerImages("worker:1")
+    images = WorkerImages("worker:1", operator_namespace=SYSTEM)
     found = (tokens_secret(run, KEY), *desired_children(run, images, tokens_name(run, KEY.id)))
     return {child["kind"]: child for child in found}
 
@@ -181,6 +182,7 @@ RUNS = {
         ("spec.roles.reference", {"gpus": 1}),
         ("spec.checkpoint.volumeClaim", {"size": "1Gi", "accessMode": "ReadWriteMany"}),
         ("spec.disruptionBudget", "Block"),
+        ("spec.network", {"allowFrom": [{"namespace": "tools"}], "egress": [{"role": "driver"}]}),
         ("spec.pipeline.algorithm", {"name": "grpo", "lossKl": {}}),
         ("spec.roles.env", {"volumes": [{"name": "d", "secret": {"secretName": "mine"}}]}),
     ),
@@ -191,7 +193,8 @@ RUNS = {
 def test_it_may_create_what_a_run_needs(
     operator: Identity, changes: tuple[tuple[str, Any], ...]
 ) -> None:
-    for child in children(a_run(*changes)).values():
+    run = a_run(*changes)
+    for child in (*children(run).values(), *network_policies(run, SYSTEM)):
         assert "created (server dry run)" in operator.create(child)
 
 
@@ -293,6 +296,14 @@ ATTACKS: dict[str, tuple[str, Change]] = {
         setting("spec.selector.matchLabels", {"app": "web"}),
     ),
     "a budget for all pods": ("PodDisruptionBudget", setting("spec.selector", {})),
+    "a network policy without owner": ("NetworkPolicy", disown),
+    "a network policy under another name": ("NetworkPolicy", setting("metadata.name", "web")),
+    "a network policy for the pods of others": (
+        "NetworkPolicy",
+        setting("spec.podSelector.matchLabels", {"app": "web"}),
+    ),
+    "a network policy for all pods": ("NetworkPolicy", setting("spec.podSelector", {})),
+    "a network policy that lets everyone in": ("NetworkPolicy", setting("spec.ingress", [{}])),
     "a RayCluster without owner": ("RayCluster", disown),
     "pods with a token": ("RayCluster", in_pods(setting("automountServiceAccountToken", True))),
     "pods that do not refuse a token": (
@@ -449,6 +460,7 @@ READS_AND_CHANGES = (
     *((verb, "configmaps") for verb in ("list", "update", "patch", "delete")),
     *((verb, "persistentvolumeclaims") for verb in ("update", "patch", "delete")),
     ("patch", "rayclusters.ray.io"),
+    ("patch", "networkpolicies.networking.k8s.io"),
     *((verb, "agenticruns.agenticrun.dev") for verb in ("create", "update", "patch")),
     ("create", "pods"),
     ("create", "pods:exec"),
@@ -595,6 +607,53 @@ def test_it_may_change_the_numbers_of_pods_of_a_run_and_nothing_else_of_a_rayclu
     rescale(team, unlimited, "scales", give_back)
     with pytest.raises(CommandFailed, match="only the numbers of pods"):
         rescale(team, operator, "scales", give_back)
+
+
+def test_it_may_change_and_delete_the_network_policies_of_runs_and_no_others(
+    operator: Identity, unlimited: Identity, team: Cluster
+) -> None:
+    waits = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "walled-run"}}
+    team.apply(waits, run_with(("spec.suspend", True), name="walled"))
+    found = team.get("agenticrun", "walled")
+    assert found is not None
+    network = {"allowFrom": [{"namespace": "tools"}], "egress": [{"role": "env"}]}
+    document = run_with(("spec.network", network), name="walled")
+    run = parse_run(document | {"metadata": found["metadata"] | {"namespace": TEAM}})
+    base, head, env = network_policies(run, SYSTEM)
+    name = base["metadata"]["name"]
+    theirs = {**base, "metadata": {"name": "walled-network-of-others"}}
+    team.apply(base, head, env, theirs)
+
+    def replace(who: Identity, name: str, change: Change) -> None:
+        manifest = team.get("networkpolicy", name)
+        assert manifest is not None
+        change(manifest)
+        text = yaml.safe_dump(manifest)
+        who.kubectl("replace", "--dry-run=server", "-f", "-", stdin=text)
+
+    def takes_over(manifest: Manifest) -> None:
+        kept = {"ownerReferences", "labels"}
+        manifest["metadata"] |= {key: base["metadata"][key] for key in kept}
+
+    replace(operator, name, lambda manifest: manifest["spec"]["ingress"].pop())
+    for target, change in (
+        (theirs["metadata"]["name"], takes_over),
+        (name, setting("spec.ingress", [{}])),
+        (name, setting("spec.podSelector", {})),
+        (name, disown),
+    ):
+        replace(unlimited, target, change)
+        with pytest.raises(CommandFailed, match="only the NetworkPolicies of a run's own pods"):
+            replace(operator, target, change)
+
+    def delete(who: Identity, name: str) -> None:
+        who.kubectl("delete", "networkpolicy", name, "--dry-run=server", "--wait=false")
+
+    delete(operator, env["metadata"]["name"])
+    for target in (name, theirs["metadata"]["name"]):
+        delete(unlimited, target)
+        with pytest.raises(CommandFailed, match="only the NetworkPolicies of a run's own pods"):
+            delete(operator, target)
 
 
 def test_it_may_delete_runs_with_a_ttl_and_clusters_of_runs_and_nothing_else(

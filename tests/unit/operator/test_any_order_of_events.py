@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from datetime import timedelta
 
 from hypothesis import HealthCheck, settings
@@ -14,7 +15,7 @@ from agenticrun_api import Outcome, Phase, Role
 from agenticrun_api.status import CheckpointStatus, StopCause
 from agenticrun_operator.errors import ClusterError, Denied, WebhookUnavailable
 from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import OperatorKey
+from agenticrun_operator.resources import POLICY_KIND, OperatorKey
 from operator_world import KEY, NAME, Gpus, Operator, World
 
 MAX_RESTARTS = 3
@@ -24,8 +25,12 @@ OTHER_KEY = OperatorKey("another key, also of 32 characters")
 class AnyOrder(RuleBasedStateMachine):
     """Faults and progress of a fake cluster, and one or two operators on it."""
 
-    @initialize(settled=st.booleans(), rejoin_seconds=st.sampled_from([0.0, 27.0]))
-    def start(self, settled: bool, rejoin_seconds: float) -> None:
+    @initialize(
+        settled=st.booleans(),
+        rejoin_seconds=st.sampled_from([0.0, 27.0]),
+        walled=st.booleans(),
+    )
+    def start(self, settled: bool, rejoin_seconds: float, walled: bool) -> None:
         self.world = World(rejoin_seconds=rejoin_seconds)
         self.world.apply_run(
             (
@@ -44,6 +49,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.claim_was_deleted = False
         self.saved_on: str | None = None
         self.operators = [Operator(self.world), Operator(self.world)]
+        self.walled = walled
+        self.walled_cluster: str | None = None
+        for operator in self.operators if walled else ():
+            operator.upgrade(replace(operator.images, operator_namespace="agenticrun-system"))
         self.ended: Phase | None = None
         self.suspensions = 0
         if settled:
@@ -171,6 +180,14 @@ class AnyOrder(RuleBasedStateMachine):
         cluster = self.world.objects.get(("RayCluster", NAME))
         if cluster is not None:
             cluster["spec"]["workerGroupSpecs"][0]["replicas"] = replicas
+
+    @rule(name=st.sampled_from(["network", "network-driver"]), removed=st.booleans())
+    def network_policy_is_changed_or_removed(self, name: str, removed: bool) -> None:
+        policy = self.world.objects.get((POLICY_KIND, f"{NAME}-{name}"))
+        if policy and removed:
+            del self.world.objects[POLICY_KIND, f"{NAME}-{name}"]
+        elif policy:
+            policy["spec"] = {"podSelector": {}}
 
     @rule(phase=st.sampled_from(["Succeeded", "Failed"]))
     def end_is_written_by_someone_else(self, phase: str) -> None:
@@ -331,6 +348,15 @@ class AnyOrder(RuleBasedStateMachine):
             assert states["Progressing"] == "False"
         elif states.get("Training") == "True" and "Unknown" not in states.values():
             assert states["Progressing"] == "True"
+
+    @invariant()
+    def no_pods_are_asked_for_before_the_network_policies_are_there(self) -> None:
+        cluster = self.world.objects.get(("RayCluster", NAME))
+        uid = cluster["metadata"]["uid"] if cluster else None
+        if self.walled and uid is not None and uid != self.walled_cluster:
+            found = {name for kind, name in self.world.objects if kind == POLICY_KIND}
+            assert found == {f"{NAME}-network", f"{NAME}-network-driver"}
+        self.walled_cluster = uid
 
     @invariant()
     def checkpoints_are_never_lost(self) -> None:

@@ -15,6 +15,7 @@ from agenticrun_api.crd import custom_resource_definition
 from agenticrun_api.names import GROUP, PLURAL
 from agenticrun_api.quantities import quantity
 from agenticrun_api.version import __version__, is_supported
+from agenticrun_workers.cli.doctor.network import network_finding
 from agenticrun_workers.cli.doctor.placement import (
     Node,
     fits_quotas,
@@ -158,15 +159,33 @@ def _volume(run: AgenticRun, kubectl: Kubectl) -> Finding:
 
 def _architectures(kubectl: Kubectl) -> list[str]:
     """Return the architectures of the operator's worker images; none if it cannot be seen."""
+    found = _settings(kubectl, "AGENTICRUN_ARCHITECTURES")
+    return [name for value in found for name in value.split(",") if name]
+
+
+def _settings(kubectl: Kubectl, name: str) -> list[str]:
+    """Return the values of a variable of the operators that are installed."""
     return [
-        name
+        variable.get("value", "")
         for item in _operators(kubectl)
         for container in item["spec"]["template"]["spec"]["containers"]
         for variable in container.get("env") or []
-        if variable["name"] == "AGENTICRUN_ARCHITECTURES"
-        for name in variable.get("value", "").split(",")
-        if name
+        if variable["name"] == name
     ]
+
+
+def try_network(kubectl: Kubectl) -> Finding:
+    """Return whether the cluster enforces NetworkPolicies, tried with two pods.
+
+    Args:
+        kubectl: reads each object anew.
+    """
+    try:
+        images = [image for image in _settings(kubectl, "AGENTICRUN_WORKER_IMAGE") if image]
+        architectures = _architectures(kubectl)
+    except SourceError as error:
+        return not_checked(f"the worker image of the installation cannot be read: {error}")
+    return network_finding(kubectl, next(iter(images), None), architectures)
 
 
 def code_arrives(run: AgenticRun, folder: Path) -> Finding:

@@ -12,8 +12,14 @@ from rich.console import Console
 from agenticrun_api.version import __version__
 from agenticrun_workers.cli.check_env import table
 from agenticrun_workers.cli.common import Changes, load
-from agenticrun_workers.cli.doctor.cluster import KubectlOfOneLook, cluster_findings, run_there
+from agenticrun_workers.cli.doctor.cluster import (
+    KubectlOfOneLook,
+    cluster_findings,
+    run_there,
+    try_network,
+)
 from agenticrun_workers.cli.doctor.machine import machine_findings, run_here
+from agenticrun_workers.cli.kubectl import Kubectl
 from agenticrun_workers.cli.source import Context, Namespace
 from agenticrun_workers.findings import Finding, Report, Verdict
 
@@ -30,6 +36,13 @@ def doctor(
         ),
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Check this machine only.")] = False,
+    network: Annotated[
+        bool,
+        typer.Option(
+            "--network",
+            help="Start two pods in the namespace, and try if NetworkPolicies are enforced.",
+        ),
+    ] = False,
     namespace: Namespace = None,
     context: Context = None,
     changes: Changes = None,
@@ -55,6 +68,9 @@ def doctor(
         cluster = show("the cluster", cluster_findings(kubectl))
         here = cluster.findings["apiserver"].verdict is Verdict.NOT_CHECKED
         reached = len(cluster.findings) > 1
+        if network and reached:
+            tried = try_network(Kubectl(namespace, context))
+            show("the network", {"NetworkPolicies": tried})
     if file is not None:
         run = load(file, changes, local=here)
         name = run.metadata.name
