@@ -131,7 +131,7 @@ async def test_a_run_of_which_no_pod_is_placed_holds_nothing_and_waits_for_the_d
 def test_in_any_order_every_run_that_fits_alone_trains_in_the_end(
     total: int, needs: list[int], hold: int, seconds: int, order: Any
 ) -> None:
-    """Whoever is looked at first, whichever pods are placed first: no two runs block each other."""
+    """No two runs block each other, whichever is looked at first and whichever pods are placed."""
     needs = [min(need, total) for need in needs]
     waiting = contenders(total, needs, startupDeadlineSeconds=900, holdSeconds=hold)
 

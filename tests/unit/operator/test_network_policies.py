@@ -456,7 +456,7 @@ async def test_a_quota_or_policy_that_denies_them_is_said_in_its_words(
     assert ("RayCluster", NAME) not in world.objects
 
 
-async def test_a_run_that_trains_goes_on_where_they_can_no_longer_be_read(
+async def test_a_run_that_trains_continues_where_they_can_no_longer_be_read(
     world: World, operator: Operator
 ) -> None:
     await training(operator)

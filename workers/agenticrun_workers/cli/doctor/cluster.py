@@ -178,7 +178,7 @@ def try_network(kubectl: Kubectl) -> Finding:
     """Return whether the cluster enforces NetworkPolicies, tried with two pods.
 
     Args:
-        kubectl: reads each object anew.
+        kubectl: keeps nothing that it has read.
     """
     try:
         images = [image for image in _settings(kubectl, "AGENTICRUN_WORKER_IMAGE") if image]

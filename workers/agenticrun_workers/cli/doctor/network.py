@@ -68,7 +68,7 @@ def network_finding(kubectl: Kubectl, image: str | None, architectures: list[str
     """Start two pods in the namespace of kubectl, try, and delete them.
 
     Args:
-        kubectl: reads each object anew.
+        kubectl: keeps nothing that it has read.
         image: a worker image of the installation; None: there is none.
         architectures: of that image, as nodes name theirs; none: of every node.
     """
