@@ -262,7 +262,7 @@ def as_wanted(world: World) -> bool:
 async def test_they_exist_before_the_raycluster(world: World, operator: Operator) -> None:
     await operator.reconcile()
     made = [request for request in world.requests if request.startswith("create ")]
-    assert made[:2] == [f"create {POLICY_KIND}"] * 2
+    assert made[:3] == ["create Secret", *[f"create {POLICY_KIND}"] * 2]
     assert made[-1] == "create RayCluster"
     assert as_wanted(world)
     assert set(policies(world)) == {f"{NAME}-network", f"{NAME}-network-driver"}
