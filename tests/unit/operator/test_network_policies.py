@@ -432,7 +432,7 @@ async def test_where_they_cannot_be_read_a_new_run_waits_and_says_whose_move_it_
     world.policy_error = None
     await operator.settle(12)
     assert as_wanted(world)
-    assert world.status.phase is Phase.STARTING
+    assert ("RayCluster", NAME) in world.objects
 
 
 async def test_a_right_to_create_that_is_missing_is_said_too(
