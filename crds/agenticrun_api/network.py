@@ -57,7 +57,7 @@ class NetworkClient(NetworkPeer):
 
 
 class RoleEgress(Model):
-    """What the pods of one role may reach."""
+    """Destinations that the pods of one role may reach."""
 
     role: Role
     """The role of the pods."""
@@ -75,6 +75,6 @@ class Network(Model):
     RULES = (unique("egress", "role", message="egress names a role twice: write one entry for it"),)
 
     allow_from: Annotated[list[NetworkClient], Field(max_length=16)] = []
-    """Who else may connect to pods of the run, such as agents in other pods or Prometheus."""
+    """Others that may connect to pods of the run, such as agents in other pods or Prometheus."""
     egress: Annotated[list[RoleEgress], Field(max_length=len(Role))] = []
     """The roles with pods that may not connect to everything."""

@@ -213,7 +213,7 @@ class Observer:
             return replace(observed, policy_error=error)
 
     async def _policies(self, run: AgenticRun, *, fresh: bool) -> dict[Child, Manifest | None]:
-        """Return the NetworkPolicies that the run must have, and those that it has.
+        """Return the NetworkPolicies that the run must have, and the ones that it has.
 
         Nothing while their watch is down: before anything is done, they are read.
 

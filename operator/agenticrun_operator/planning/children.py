@@ -553,7 +553,7 @@ def repair(state: State, *, numbers: bool = True) -> Result:
 
 
 def correct_policies(state: State) -> Result:
-    """Make the NetworkPolicies as spec.network says, and delete those that it no longer asks for.
+    """Make the NetworkPolicies as spec.network says, and delete the ones that it drops.
 
     `provision` creates missing ones.
     """
