@@ -137,7 +137,7 @@ def test_required_fields_are_those_that_no_default_can_guess() -> None:
         ".pipeline.warmup.steps", ".pipeline.warmup.dataset.path",
         ".pipeline.envs[].dataset.path",
         ".pipeline.rewards[].name", ".pipeline.rewards[].type", ".tracking.wandb.project",
-            ".network.egress[].role",
+        ".network.egress[].role",
     }  # fmt: skip
 
 
@@ -153,8 +153,10 @@ _FIELD_TERMS = (
     ".lrSchedulerType",
     ".strategy.name",
     ".wandb.mode",
+    ".network.allowFrom[].role",
+    ".network.egress[].role",
 )
-"""Parts of the spec where a value is a term of papers and libraries."""
+"""Parts of the spec where a value is a term of papers and libraries, or a field of spec.roles."""
 
 
 def test_a_choice_is_in_camel_case_and_a_term_of_the_field_in_lower_case() -> None:
