@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
-from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,20 +14,16 @@ from agenticrun_api import Role, parse_run
 from agenticrun_workers.driver.actors import ActorStarter, torch_threads
 from agenticrun_workers.driver.pools import ActorPools
 from agenticrun_workers.driver.rank_handles import check_fit
-from agenticrun_workers.driver.start_up import running_actors, until_death
+from agenticrun_workers.driver.start_up import until_death
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.launch import ActorUnavailable
 from agenticrun_workers.launch.liveness import FROZEN_POLLS, POLL_SECONDS
 from agenticrun_workers.models.source import ModelSource, ModelSources, TokenizerCorpus
 from agenticrun_workers.placement import Placement
-from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.sizing.models import run_shapes
-from agenticrun_workers.trainer.policy_rank import TrainerActor
 from rollout_fakes import Remote
 from runs import Change, run_with
 from virtual_clock import on_virtual_clock
-from waiting import eventually_in_loop
 
 LIMIT = FROZEN_POLLS * POLL_SECONDS
 
@@ -94,65 +89,6 @@ async def test_nobody_keeps_the_handle_of_an_env_worker_that_is_gone() -> None:
     await pools.stop()
     starter.kill_all()
     assert handles[0].killed
-
-
-class Starting:
-    """An actor that never has a place."""
-
-    async def placement(self) -> Any:
-        await asyncio.Event().wait()
-
-
-class FailingWorker(Starting):
-    """An env worker whose environment does not work."""
-
-    async def placement(self) -> Any:
-        return Placement("worker", Role.ENV, "node", "pod", 1)
-
-    async def describe(self) -> TokenizerCorpus:
-        raise InvalidConfig("spec.pipeline.envs", "no such level") from OSError("no file")
-
-
-class LauncherOf:
-    """Starts such actors of the driver's classes, else `Starting`."""
-
-    def __init__(self, actors: dict[type, Any] | None = None) -> None:
-        self._actors = actors or {}
-        self.started: list[tuple[type, Remote]] = []
-
-    def start(self, *args: Any, **_: Any) -> Any:
-        cls: type = args[1]
-        handle = Remote(self._actors.get(cls, Starting)())
-        self.started.append((cls, handle))
-        return handle
-
-    def put(self, value: Any) -> Any:
-        raise AssertionError
-
-    def offers(self, node_id: str) -> tuple[str, ...]:
-        return (Role.ENV.value,)
-
-
-async def test_a_start_that_fails_raises_its_error_and_ends_all_actors() -> None:
-    launcher = LauncherOf({EnvWorker: FailingWorker})
-    with pytest.raises(InvalidConfig, match="no such level") as raised:
-        async with running_actors(parse_run(run_with()), launcher):
-            raise AssertionError("it has not started")
-    assert isinstance(raised.value.__cause__, OSError)
-    assert {cls for cls, _ in launcher.started} == {EnvWorker, EngineActor, TrainerActor}
-    assert all(handle.killed for _, handle in launcher.started)
-
-
-async def test_a_start_that_is_given_up_ends_all_actors() -> None:
-    launcher = LauncherOf()
-    async with AsyncExitStack() as stack:
-        actors = running_actors(parse_run(run_with()), launcher)
-        starting = asyncio.create_task(stack.enter_async_context(actors))
-        await eventually_in_loop(lambda: len(launcher.started) == 3, 60, "three actors start")
-        starting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await starting
-        assert all(handle.killed for _, handle in launcher.started)
 
 
 CPUS: tuple[Change, ...] = (
