@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from agenticrun_api import AgenticRun, Role, parse_run
+from agenticrun_api import Role, parse_run
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
 from agenticrun_workers.cli.evaluate import table
@@ -24,7 +26,6 @@ from agenticrun_workers.driver import evaluation, local
 from agenticrun_workers.driver.evaluation import evaluate, evaluation_run, pass_at, summarize
 from agenticrun_workers.driver.metrics import Metrics, validation_metrics
 from agenticrun_workers.errors import InvalidConfig, RolloutFailed
-from agenticrun_workers.launch import Launcher
 from agenticrun_workers.launch.in_process import InProcessLauncher
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream
@@ -168,17 +169,13 @@ async def test_an_evaluation_whose_engines_cannot_be_kept_alive_ends_with_the_er
             await asyncio.Event().wait()
             raise AssertionError
 
-    class Actors:
-        def __init__(self, run: AgenticRun, launcher: Launcher) -> None:
-            self.envs = Waiting()
-            self.failures = [asyncio.get_running_loop().create_future()]
-            self.failures[0].set_exception(RolloutFailed("5 engines died in a row"))
+    @asynccontextmanager
+    async def broken_actors(*_: Any) -> AsyncIterator[Any]:
+        failure = asyncio.get_running_loop().create_future()
+        failure.set_exception(RolloutFailed("5 engines died in a row"))
+        yield SimpleNamespace(envs=Waiting(), engines=SimpleNamespace(failure=failure))
 
-        async def start(self) -> None: ...
-
-        async def stop(self) -> None: ...
-
-    monkeypatch.setattr(evaluation, "_PlayingActors", Actors)
+    monkeypatch.setattr(evaluation, "playing_actors", broken_actors)
     playing = evaluation_run(run_with({}), "x")
     with pytest.raises(RolloutFailed, match="5 engines died in a row"):
         await asyncio.wait_for(evaluate(playing, InProcessLauncher(), lambda _: None), 20)
