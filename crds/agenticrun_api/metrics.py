@@ -459,6 +459,21 @@ SECTIONS = (
                 symptoms=("grows: gradients that are not finite",),
             ),
             Metric(
+                "router/load_max_over_mean",
+                "",
+                "of a mixture of experts: tokens of the busiest expert over those of the mean "
+                "expert, mean over layers. 1 = balanced; no token is dropped",
+                symptoms=(
+                    "near the number of experts: the routers send all tokens to few experts",
+                ),
+            ),
+            Metric(
+                "router/entropy",
+                "nats",
+                "of the distribution over all experts from which a router takes the largest ones, "
+                "mean over tokens and layers",
+            ),
+            Metric(
                 "actor/train_infer_logprob_gap",
                 "nats",
                 "mean of abs(trainer - engine) over response tokens of all policy versions",

@@ -52,10 +52,28 @@ class InitializeModel(Model):
             ".hiddenSize",
             lambda m: m.hidden_size % m.heads == 0,
         ),
+        Rule(
+            "(self.architecture == 'qwen3_moe') == has(self.experts) && "
+            "has(self.experts) == has(self.expertsPerToken)",
+            "set experts and expertsPerToken for architecture qwen3_moe, and for no other",
+            ".experts",
+            lambda m: (
+                (m.architecture == "qwen3_moe")
+                == (m.experts is not None)
+                == (m.experts_per_token is not None)
+            ),
+        ),
+        Rule(
+            "!has(self.experts) || !has(self.expertsPerToken) || "
+            "self.expertsPerToken <= self.experts",
+            "expertsPerToken must not exceed experts",
+            ".expertsPerToken",
+            lambda m: not (m.experts and m.experts_per_token) or m.experts_per_token <= m.experts,
+        ),
     )
 
-    architecture: Literal["llama", "qwen3"] = "llama"
-    """Model class: Llama or Qwen3."""
+    architecture: Literal["llama", "qwen3", "qwen3_moe"] = "llama"
+    """Model class: Llama, Qwen3 or Qwen3-MoE."""
     hidden_size: Annotated[int, Field(ge=8, le=8192)] = 128
     """Size of the hidden states."""
     layers: Annotated[int, Field(ge=1, le=128)] = 2
@@ -63,7 +81,11 @@ class InitializeModel(Model):
     heads: Annotated[int, Field(ge=1, le=128)] = 4
     """Number of attention heads of a layer."""
     intermediate_size: Annotated[int, Field(ge=8, le=32_768)] = 256
-    """Size of the hidden layer of the MLPs."""
+    """Size of the hidden layer of the MLPs; of a mixture of experts, of each expert."""
+    experts: Annotated[int, Field(ge=2, le=256)] | None = None
+    """Number of experts of a layer. Required for qwen3_moe."""
+    experts_per_token: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Number of experts of a layer that compute a token. Required for qwen3_moe."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the random weights."""
     words: Annotated[
@@ -74,7 +96,10 @@ class InitializeModel(Model):
     @property
     def max_parameters(self) -> int:
         """Return a number of parameters that the model does not exceed."""
-        layer = self.hidden_size * (4 * self.hidden_size + 3 * self.intermediate_size + 4)
+        experts = self.experts or 1
+        layer = self.hidden_size * (
+            4 * self.hidden_size + experts * (3 * self.intermediate_size + 1) + 4
+        )
         return MAX_WORDS * self.hidden_size + self.layers * layer
 
 

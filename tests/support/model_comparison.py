@@ -103,6 +103,18 @@ SIZES: dict[str, Any] = {
     "num_kv_shared_layers": 0,
     "laurel_rank": 4,
 }
+EXPERTS: dict[str, int] = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Sizes of mixtures of experts, where the type's own are larger."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +295,12 @@ def tiny_config(case: Case) -> PretrainedConfig:
         for name, size in SIZES.items()
         if name in known - case.without and not fixed(name)
     }
-    return config_class(**sizes | case.options)
+    experts = {
+        name: size
+        for name, size in EXPERTS.items()
+        if isinstance(usual := getattr(config_class, name, None), int) and usual > size
+    }
+    return config_class(**sizes | experts | case.options)
 
 
 def write_random(folder: Path, config: PretrainedConfig) -> None:

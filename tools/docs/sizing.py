@@ -22,7 +22,7 @@ NAMES = {
     "Qwen/Qwen2.5-0.5B-Instruct": "Qwen2.5-0.5B",
     "meta-llama/Llama-3.1-8B-Instruct": "Llama-3.1-8B",
     "Qwen/Qwen3-8B": "Qwen3-8B",
-    "Qwen/Qwen3-30B-A3B": "Qwen3-30B-A3B (for planning)",
+    "Qwen/Qwen3-30B-A3B": "Qwen3-30B-A3B",
     "Qwen/Qwen3-32B": "Qwen3-32B",
 }
 COUNTS = (1, 2, 4, 8, 16, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -15,3 +16,10 @@ NAMES = ("sokoban", "webshop", "gymnasium", "python-tool", "mixed")
 @pytest.mark.parametrize("name", NAMES)
 async def test_the_example_trains(name: str, tmp_path: Path) -> None:
     await train_a_step(shrunk(f"{name}.yaml"), tmp_path)
+
+
+async def test_a_mixture_of_experts_trains_and_its_engine_computes_the_same(tmp_path: Path) -> None:
+    step = await train_a_step(shrunk("frozen-lake-moe.yaml"), tmp_path)
+    assert step["engine/parity_gap"] < 1e-4
+    assert 1 <= step["router/load_max_over_mean"] <= 8 / 2
+    assert 0 < step["router/entropy"] <= math.log(8)

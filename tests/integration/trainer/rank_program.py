@@ -107,9 +107,8 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
         metrics.append({**actor, **critic.train_step(mine, VALUE_LOSSES["clipped"])})
     mine = part(batches[0], rank, world)
     logprobs = [*policy.compute_log_probs(mine), *reference.compute_log_probs(mine)]
-    return Result(
-        metrics, logprobs, critic.compute_values(mine), weights(policy), policy.policy_version
-    )
+    values = [np.append(v.values_T, v.final) for v in critic.compute_values(mine)]
+    return Result(metrics, logprobs, values, weights(policy), policy.policy_version)
 
 
 def check_nothing_to_learn(

@@ -118,12 +118,19 @@ def test_a_wrong_config_is_named(tmp_path: Path, text: str, message: str) -> Non
     assert (code, message in output) == (64, True)
 
 
-def test_a_mixture_of_experts_is_sized_and_refused_as_the_trainer_does() -> None:
+def test_a_mixture_of_experts_is_sized_and_not_refused() -> None:
     words = ("-f", PAIR, "--set", "model.path=Qwen/Qwen3-30B-A3B")
-    code, output = plan(*words)
-    assert code == 64
+    _, output = plan(*words)
     assert "30.53 B parameters (3.35 B for each token)" in output
-    assert "spec.model.path: Qwen/Qwen3-30B-A3B is a mixture of experts" in output
+    assert "spec.model.path" not in output
+
+
+def test_a_mixture_that_no_trainer_takes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "deepseek_v3", "num_hidden_layers": 4, "vocab_size": 1000}')
+    code, output = plan("-f", PAIR, "--config", str(file))
+    assert code == 64
+    assert "is a mixture of experts (deepseek_v3)" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

@@ -403,6 +403,15 @@ def test_trainers_keep_the_options_that_ours_have(
             DeepSpeedOptions.parse(strategy.config, torch.bfloat16)
 
 
+def test_a_mixture_of_experts_that_megatron_trained_is_trained_by_fsdp2() -> None:
+    options = {"expert_model_parallel_size": 8, "tensor_model_parallel_size": 2}
+    arguments = {"strategy_name": "megatron_train", "strategy_config": options}
+    conversion = converted(pretrain="Qwen/Qwen3-30B-A3B", actor_train={"strategy_args": arguments})
+    assert cannot(conversion) == []
+    strategy = parse_run(conversion.document).spec.pipeline.actor_train.strategy
+    assert (strategy.name, strategy.config) == ("fsdp2", {"gradient_checkpointing": True})
+
+
 def test_the_options_that_are_kept_are_options_of_ours() -> None:
     assert KEPT["megatron"] <= {*SIZES, *TRANSFORMER, *DATA_PARALLEL}
     assert KEPT["fsdp2"] <= {field.name for field in fields(FsdpOptions)}
@@ -411,7 +420,6 @@ def test_the_options_that_are_kept_are_options_of_ours() -> None:
 
 def test_parallelism_that_we_do_not_have_is_told() -> None:
     options = {
-        "expert_model_parallel_size": 4,
         "virtual_pipeline_model_parallel_size": 2,
         "optimizer_cpu_offload": True,
     }

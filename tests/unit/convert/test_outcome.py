@@ -67,7 +67,7 @@ def fits_a_screen(conversion: Conversion) -> bool:
 
 
 UNDECIDED = [
-    ({"pretrain": "Qwen/Qwen3-30B-A3B"}, "pretrain", "mixture of experts.*spec.model.path"),
+    ({"pretrain": "deepseek-ai/DeepSeek-V3"}, "pretrain", "mixture of experts.*spec.model.path"),
     ({"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, "pretrain", "several modalities.*text model"),
     ({"pretrain": "Qwen/Qwen3.5-2B"}, "pretrain", "several modalities"),
     ({"pretrain": "/models/ours"}, "(resources)", "memory and shmSize"),
@@ -359,11 +359,11 @@ def test_what_computes_something_else_is_told_with_its_reason(
 
 def test_the_command_writes_what_a_person_must_do_into_the_run(tmp_path: Path) -> None:
     file, out = tmp_path / "roll.yaml", tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(merged(BASE, {"pretrain": "Qwen/Qwen3-30B-A3B"})))
+    file.write_text(yaml.safe_dump(merged(BASE, {"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"})))
     result = CliRunner().invoke(app, ["convert", str(file), "-o", str(out)])
     assert result.exit_code == 3
     assert result.stderr.startswith("roll.yaml: 1 line needs a decision")
-    assert out.read_text().startswith("# needs a decision: pretrain (Qwen/Qwen3-30B-A3B)")
+    assert out.read_text().startswith("# needs a decision: pretrain (Qwen/Qwen2.5-VL-7B-Instruct)")
     detailed = CliRunner().invoke(app, ["convert", str(file), "--details"])
     assert "train_env_manager.group_size" in detailed.stderr
     assert "train_env_manager.group_size" not in result.stderr
@@ -410,7 +410,7 @@ def test_a_file_with_other_content_is_not_overwritten(tmp_path: Path) -> None:
     ("pretrain", "before"),
     [
         ("Qwen/Qwen2.5-0.5B-Instruct", "next:"),
-        ("Qwen/Qwen3-30B-A3B", "fix the lines above first, then"),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "fix the lines above first, then"),
     ],
 )
 def test_the_last_line_says_what_comes_next(tmp_path: Path, pretrain: str, before: str) -> None:

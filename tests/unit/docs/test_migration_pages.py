@@ -153,7 +153,7 @@ def test_the_class_for_gem_plays_its_environments(monkeypatch: pytest.MonkeyPatc
 def test_the_screen_of_the_page_is_the_command_s() -> None:
     groups = {"num_env_groups": 16, "group_size": 8, "num_groups_partition": [16]}
     config = {
-        "pretrain": "Qwen/Qwen3-30B-A3B",
+        "pretrain": "Qwen/Qwen2.5-VL-7B-Instruct",
         "reward_clip": 20,
         "adv_estimator": "reinforce",
         "actor_train": {"training_args": {"learning_rate": 1.0e-6}},

@@ -14,7 +14,6 @@ from agenticrun_api import Activity, Commands, LiveConfig, Pipeline, Progress
 from agenticrun_api.algorithm import Guards
 from agenticrun_api.pipeline import LIVE_FIELDS
 from agenticrun_api.spec import Tracking
-from agenticrun_workers.algorithms import Credit
 from agenticrun_workers.driver.attempt import exit_code, report_of, summary
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.driver.evaluation import Validator
@@ -28,7 +27,7 @@ from agenticrun_workers.errors import InvalidConfig, RolloutFailed, ScheduleEnde
 from agenticrun_workers.inference import EngineStats
 from agenticrun_workers.rollout.controller import Group, RolloutController, RolloutPosition
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask
-from agenticrun_workers.trainer.batch import ScoredBatch
+from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
 from agenticrun_workers.types import StopReason, Stream
 from agenticrun_workers.weights.sync import SyncReport
 from agenticrun_workers.weights.transports import Transport
@@ -158,8 +157,8 @@ class Run:
             {r.key: np.full(r.turns, self.kl) for group in groups for r in group.results}
         )
 
-    async def compute_advantages(self, credit: Credit) -> Advantages:
-        self.credit = credit
+    async def compute_advantages(self, credits: TurnCredits) -> Advantages:
+        self.credits = credits
         targets: list[Any] = ["targets"]
         return Advantages({}, targets)
 
@@ -797,7 +796,7 @@ async def test_the_kl_coefficient_adapts_and_goes_on_after_a_resume(tmp_path: Pa
     again = Run(tmp_path, resume=saved.driver_state(), maxSteps=3, evalSteps=0, algorithm=algorithm)
     again.kl = 1.0
     await again.loop.run()
-    assert again.credit.kl_coef == pytest.approx(0.1 * 1.02**2)
+    assert again.credits.kl_coef == pytest.approx(0.1 * 1.02**2)
 
 
 async def test_a_guard_that_may_fail_the_run_does_so_after_the_step_is_logged(

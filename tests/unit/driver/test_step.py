@@ -40,31 +40,21 @@ def two_groups() -> list[EpisodeResult]:
 
 
 def test_group_estimators_give_each_turn_the_advantage_of_its_trajectory() -> None:
-    credit = credit_turns(pipeline(algorithm={"name": "rloo"}), two_groups(), None, 0.0)
-    assert credit.kind == "advantage"
-    for each in two_groups():
-        per_turn_K, trains_N = credit.take([each.key])
-        assert per_turn_K.tolist() == pytest.approx([2.0 * each.key.member - 1.0] * each.turns)
-        assert trains_N.tolist() == [True]
-    assert credit.metrics["group/zero_variance_share"] == 0.0
-
-
-def test_a_rank_takes_the_credit_of_its_trajectories_in_its_own_order() -> None:
-    results = [result(0, member, score=float(member)) for member in range(3)]
-    credit = credit_turns(pipeline(algorithm={"name": "reinforce"}), results, None, 0.0)
-    per_turn_K, trains_N = credit.take([results[2].key, results[1].key])
-    assert per_turn_K.tolist() == [0.0, 2.0, 0.0, 1.0]
-    assert trains_N.tolist() == [True, True]
-    nothing_K, none_N = credit.take([])
-    assert (len(nothing_K), len(none_N)) == (0, 0)
+    credits = credit_turns(pipeline(algorithm={"name": "rloo"}), two_groups(), None, 0.0)
+    assert credits.kind == "advantage"
+    assert {key: per_turn.tolist() for key, per_turn in credits.per_turn.items()} == {
+        r.key: pytest.approx([2.0 * r.key.member - 1.0] * r.turns) for r in two_groups()
+    }
+    assert credits.metrics["group/zero_variance_share"] == 0.0
 
 
 def test_reinforce_puts_the_score_where_the_trajectory_ends() -> None:
-    credit = credit_turns(
+    credits = credit_turns(
         pipeline(algorithm={"name": "reinforce"}), [result(0, score=8.0)], None, 0.0
     )
-    assert credit.kind == "reward"
-    assert credit.per_turn_K.tolist() == [0.0] * (len(credit.per_turn_K) - 1) + [8.0]
+    assert credits.kind == "reward"
+    (per_turn,) = credits.per_turn.values()
+    assert per_turn.tolist() == [0.0] * (len(per_turn) - 1) + [8.0]
 
 
 def test_the_most_uncertain_groups_keep_their_order() -> None:

@@ -24,6 +24,7 @@ from agenticrun_workers.inference.transformers.caches import SlotCache
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.pretrained import load_model
+from agenticrun_workers.models.stored_names import stored_weights
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest, SamplingParams
 from loaded_models import loaded
 from weight_files import weight_files
@@ -32,13 +33,15 @@ WORDS = tuple("abcdefghijklmnop")
 VOCABULARY = len(WORDS) + 5
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_moe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of sharp distributions with grouped heads."""
     path = tmp_path_factory.mktemp(request.param)
+    mixture = {"experts": 4, "experts_per_token": 2} if request.param == "qwen3_moe" else {}
     spec = InitializeSpec(
         WORDS,
         request.param,
+        **mixture,
         hidden_size=32,
         intermediate_size=64,
         heads=4,
@@ -248,7 +251,6 @@ async def test_a_deterministic_engine_computes_each_prompt(folder: Path) -> None
 async def test_new_weights_in_the_middle_of_a_group_are_used_by_all_of_it(folder: Path) -> None:
     updated = loaded(folder)
     weights = changed(updated)
-    updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
     async with serving(folder) as engine:
         requests = [ask(f"r{number}", prompt(40), new=40) for number in range(8)]
         running = [asyncio.create_task(engine.generate(request)) for request in requests]
@@ -370,18 +372,19 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it(folder: Path) -> None:
     run(work)
 
 
+@torch.no_grad()
 def changed(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """Change a model, and return its weights as a trainer exports them."""
     generator = torch.Generator().manual_seed(4)
-    return {
-        n: (p + 0.3 * torch.randn(p.shape, generator=generator)).detach().numpy()
-        for n, p in model.named_parameters()
-    }
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+    weights = stored_weights(model, model.named_parameters())
+    return {name: weight.numpy().copy() for name, weight in weights}
 
 
 def test_new_weights_take_over_in_the_middle_of_a_response(folder: Path) -> None:
     model, updated = loaded(folder), loaded(folder)
-    weights = changed(model)
-    updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
+    weights = changed(updated)
 
     async def work() -> None:
         async with serving(folder) as engine:
@@ -415,7 +418,6 @@ def test_new_weights_take_over_in_the_middle_of_a_response(folder: Path) -> None
 def test_new_weights_drop_the_caches_of_idle_sessions(folder: Path) -> None:
     updated = loaded(folder)
     weights = changed(updated)
-    updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
 
     async def work() -> None:
         async with serving(folder) as engine:
@@ -441,7 +443,6 @@ def test_after_weights_that_do_not_fit_nothing_is_served_until_a_good_update(
 ) -> None:
     updated = loaded(folder)
     weights = changed(updated)
-    updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
     unfit = {name: value for name, value in {**weights, **wrong}.items() if value is not None}
 
     async def work() -> None:
@@ -506,7 +507,6 @@ def test_requests_that_come_during_an_update_wait_for_it(folder: Path) -> None:
 def test_an_engine_that_slept_serves_again_after_it_got_weights(folder: Path) -> None:
     updated = loaded(folder)
     weights = changed(updated)
-    updated.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()}, strict=False)
 
     async def work() -> None:
         async with serving(folder) as engine:

@@ -67,6 +67,7 @@ def test_options_are_taken_under_their_names() -> None:
             {"param_dtype": "bfloat16"},
             r"the option param_dtype of fsdp2 is decided by spec\.model\.dtype",
         ),
+        ({"ep_size": 2}, r"ep_size: expert parallelism is not offered: leave it out"),
         ({"reduce_dtype": "bfloat16"}, r"reduce_dtype .* summed in float32"),
         ({"fsdp_size": 0}, r"fsdp_size .* must be a whole number of at least 1, not 0"),
         (

@@ -13,13 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedModel
 
-from agenticrun_workers.algorithms.credit import Credit
 from agenticrun_workers.algorithms.losses import Decoupled, Ppo, Vanilla
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer.actor_loss import LossSpec
-from agenticrun_workers.trainer.batch import RankBatch
+from agenticrun_workers.trainer.batch import RankBatch, TurnCredits
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import NonFiniteGradient, OptimizerSpec
@@ -288,16 +287,9 @@ def trained_on(
     batch = RankBatch(trajectories, mini_batches=mini_batches)
     if rollout:
         batch.old_logprobs = batch.rollout_logprobs()
-    count = len(trajectories)
-    credit = Credit(
-        np.repeat([1.0 - 2 * (t.key.member % 2) for t in trajectories], 2),
-        "advantage",
-        np.ones(count, np.bool_),
-        {},
-        cu_turns_N1=np.arange(0, 2 * count + 1, 2, dtype=np.int64),
-        keys_N=tuple(t.key for t in trajectories),
-    )
-    batch.compute_advantages(TokenSpec("grpo"), credit, lambda values: values)
+    per_turn = {t.key: np.full(2, 1.0 - 2 * (t.key.member % 2)) for t in trajectories}
+    credits = TurnCredits("advantage", per_turn, {t.key: True for t in trajectories}, 0.0, {})
+    batch.compute_advantages(TokenSpec("grpo"), credits, lambda values: values)
     loss = LossSpec(Ppo(0.2, 0.2), aggregation="token-mean")
     steps = batch.mini_batch_samples(version=4)
     return [dict(policy.train_step(samples, loss)) for samples in steps]

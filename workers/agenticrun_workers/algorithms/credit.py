@@ -11,7 +11,7 @@ not trainable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -47,7 +47,6 @@ from agenticrun_workers.algorithms.segments import (
     segment_sums,
     take_segments,
 )
-from agenticrun_workers.types import EpisodeKey
 
 Kind = Literal["reward", "advantage"]
 Estimates = tuple[Floats, dict[str, float]]
@@ -89,8 +88,6 @@ class Episodes:
     float32 rounded it. `assign_credit` sets it."""
     running: Mapping[int, Moments] = field(default_factory=dict)
     """`Credit.running`. `assign_credit` sets it."""
-    keys_N: tuple[EpisodeKey, ...] = ()
-    """The trajectories, for `Credit.take`."""
 
     def take(self, chosen: Integers) -> tuple[Episodes, Integers]:
         """Return the chosen trajectories, and the indices of their turns in the batch."""
@@ -108,7 +105,6 @@ class Episodes:
             trainable_N=self.trainable_N[chosen],
             states_K=None if self.states_K is None else self.states_K[turns],
             kl_K=None if self.kl_K is None else np.asarray(self.kl_K, np.float64)[turns],
-            keys_N=tuple(self.keys_N[number] for number in chosen) if self.keys_N else (),
         )
         return taken, turns
 
@@ -202,18 +198,6 @@ class Credit:
     running: Mapping[int, Moments] = field(default_factory=dict)
     """Moments of the scores of all batches, this one included: by tag with grouping `tag`, else
     those of number 0. Empty unless the normalisation uses them."""
-    kl_coef: float = 0.0
-    """Coefficient of the KL in the reward."""
-    cu_turns_N1: Integers = field(default_factory=lambda: np.zeros(1, np.int64))
-    keys_N: tuple[EpisodeKey, ...] = ()
-    """The trajectories. Ranks take theirs by them."""
-
-    def take(self, keys: Sequence[EpisodeKey]) -> tuple[Floats, Booleans]:
-        """Return `per_turn_K` and `trains_N` of these trajectories, in their order."""
-        numbers = {key: number for number, key in enumerate(self.keys_N)}
-        chosen = np.array([numbers[key] for key in keys], np.int64)
-        _, turns = take_segments(self.cu_turns_N1, chosen)
-        return self.per_turn_K[turns], self.trains_N[chosen]
 
 
 def assign_credit(
@@ -257,16 +241,7 @@ def assign_credit(
         if spec.truncated == "mask"
         else episodes.trainable_N
     )
-    return Credit(
-        per_turn_K,
-        estimator.kind,
-        trains_N,
-        metrics | estimator_metrics,
-        running,
-        kl_coef,
-        episodes.cu_turns_N1,
-        episodes.keys_N,
-    )
+    return Credit(per_turn_K, estimator.kind, trains_N, metrics | estimator_metrics, running)
 
 
 def _running(

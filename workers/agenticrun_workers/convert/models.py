@@ -20,6 +20,7 @@ from agenticrun_workers.convert.role_fields import (
     PARALLEL_SIZES,
     SCHEDULES,
     engine,
+    model_path,
     sampler,
     trainer,
     validation_sampler,
@@ -31,7 +32,8 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 MAX_TOKENS_PER_MICRO_BATCH = 16_777_216
 
 
-_EXPERTS = re.compile(r"-A\d+(\.\d+)?B\b|MoE\b|Mixtral|DeepSeek-V[23]|gpt-oss", re.IGNORECASE)
+_OTHER_EXPERTS = re.compile(r"DeepSeek-(V[23]|R1$)|gpt-oss|GLM-4\.[5-9]", re.IGNORECASE)
+"""Mixtures of experts that are not offered."""
 _SEVERAL = re.compile(r"-(VL|Omni)\b|Vision|LLaVA|Qwen3\.5", re.IGNORECASE)
 
 
@@ -42,12 +44,12 @@ def model(top: View, notes: Notes) -> Spec:
         notes.undecided(
             field, None, "names no model: write it into spec.model.path", covers="spec.model"
         )
-    elif _EXPERTS.search(path):
+    elif _OTHER_EXPERTS.search(path):
         notes.undecided(
             field,
             path,
-            "a mixture of experts, which is not offered yet: write a dense model into "
-            "spec.model.path, such as Qwen/Qwen3-8B",
+            "a mixture of experts of a type that is not offered yet: write another model into "
+            "spec.model.path, such as Qwen/Qwen3-30B-A3B",
         )
     elif _SEVERAL.search(path):
         notes.undecided(
@@ -57,14 +59,6 @@ def model(top: View, notes: Notes) -> Spec:
             "spec.model.path, such as Qwen/Qwen3-4B",
         )
     return {"path": path, "dtype": _dtype(top), "attnImplementation": _attention(top)}
-
-
-def model_path(top: View) -> str | None:
-    """Return the name or folder of the policy."""
-    path: str | None = (
-        top["pretrain"] or top.section("actor_train").section("model_args")["model_name_or_path"]
-    )
-    return path
 
 
 def _dtype(top: View) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Literal
 
@@ -27,13 +28,12 @@ TRAINERS = {"fsdp2_train": "fsdp2", "megatron_train": "megatron", "deepspeed_tra
 ENGINES = {"hf_infer": "transformers", "sglang": "sglang", "vllm": "vllm"}
 
 
-_EXPERTS = "experts in parallel: no mixtures of experts yet. Train a dense model, without this line"
+MIXTURE = re.compile(r"-A\d+(\.\d+)?B\b|MoE\b|Mixtral|OLMoE", re.IGNORECASE)
+"""Names of mixtures of experts."""
 NOT_OFFERED = {
     "virtual_pipeline_model_parallel_size": (
         "interleaved pipeline stages: remove it; pipeline_model_parallel_size works"
     ),
-    "expert_model_parallel_size": _EXPERTS,
-    "expert_tensor_parallel_size": _EXPERTS,
     "optimizer_cpu_offload": (
         "Megatron's optimizer in host memory: remove it, or set actorTrain.strategy to fsdp2 with "
         "offload_policy: true"
@@ -43,11 +43,23 @@ NO_DISTILLATION = "on-policy distillation: not offered yet. Remove these setting
 
 
 def trainer(top: View) -> str:
-    """Return the strategy that trains the policy. Adapters are never trained by Megatron here."""
+    """Return the strategy that trains the policy.
+
+    Megatron trains neither adapters nor mixtures of experts here.
+    """
     actor = top.section("actor_train")
     name = TRAINERS.get(actor.section("strategy_args")["strategy_name"], "fsdp2")
     adapters = actor.section("model_args")["lora_target"]
-    return "fsdp2" if name == "megatron" and adapters else name
+    mixture = MIXTURE.search(model_path(top) or "")
+    return "fsdp2" if name == "megatron" and (adapters or mixture) else name
+
+
+def model_path(top: View) -> str | None:
+    """Return the name or folder of the policy."""
+    path: str | None = (
+        top["pretrain"] or top.section("actor_train").section("model_args")["model_name_or_path"]
+    )
+    return path
 
 
 def engine(top: View) -> str:
@@ -235,7 +247,7 @@ MODEL_ARGS: Fields = {
         ),
     ),
     "moe_aux_loss_coef": cannot(
-        "auxiliary loss of a mixture of experts: train a dense model, without this line", 0.0, 0
+        "auxiliary loss of a mixture of experts: not offered. Set it to 0", 0.0, 0
     ),
     "disable_gradient_checkpointing": mapped(
         f"{_OPTIONS}.gradient_checkpointing (fsdp2, deepspeed)",
@@ -466,7 +478,7 @@ _WORKER: Fields = {
     "router_replay": Section(
         {
             "mode": cannot(
-                "replays the routing of a mixture of experts: train a dense model, without it",
+                "replays the engine's routing in the trainer: not offered. Set mode to disable",
                 "disable",
             )
         }

@@ -36,7 +36,7 @@ from agenticrun_workers.driver.metrics import Metrics, Stopwatch, gap_metrics
 from agenticrun_workers.driver.trainer_group import Advantages
 from agenticrun_workers.rollout.controller import Group
 from agenticrun_workers.rollout.groups import EpisodeResult
-from agenticrun_workers.trainer.batch import ScoredBatch
+from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
 from agenticrun_workers.trainer.own_functions import own_estimator
 from agenticrun_workers.types import STATE_BYTES, EpisodeKey
 
@@ -46,7 +46,7 @@ class Trainers(Protocol):
 
     async def score(self, groups: tuple[Group, ...], version: int) -> ScoredBatch: ...
 
-    async def compute_advantages(self, credit: Credit) -> Advantages: ...
+    async def compute_advantages(self, credits: TurnCredits) -> Advantages: ...
 
     async def train_critic(self, targets: Sequence[Any]) -> Metrics: ...
 
@@ -120,15 +120,15 @@ class TrainingStep:
         with self._stopwatch.phase("old_log_probs_values"):
             scored = await self._trainers.score(groups, version)
         with self._stopwatch.phase("credit"):
-            credit = self.credit(results, scored.kl)
+            credits = self.credit(results, scored.kl)
         with self._stopwatch.phase("train"):
-            advantages = await self._trainers.compute_advantages(credit)
+            advantages = await self._trainers.compute_advantages(credits)
             critic_metrics, actor_metrics = await asyncio.gather(
                 self._trainers.train_critic(advantages.value_targets),
                 self._trainers.train_actor(version, update=version > self._pipeline.critic_warmup),
             )
         return {
-            **credit.metrics,
+            **credits.metrics,
             **advantages.metrics,
             **critic_metrics,
             **actor_metrics,
@@ -138,11 +138,11 @@ class TrainingStep:
 
     def credit(
         self, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None
-    ) -> Credit:
+    ) -> TurnCredits:
         """Return the credit of each turn, and keep the moments of the scores."""
-        credit = credit_turns(self._pipeline, results, kl, self._kl.coef, self._running)
-        self._running = dict(credit.running)
-        return replace(credit, metrics={**credit.metrics, **self._running_metrics()})
+        credits = credit_turns(self._pipeline, results, kl, self._kl.coef, self._running)
+        self._running = dict(credits.running)
+        return replace(credits, metrics={**credits.metrics, **self._running_metrics()})
 
     def _adapt_kl(
         self, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None
@@ -179,7 +179,7 @@ def credit_turns(
     kl: Mapping[EpisodeKey, Floats] | None,
     kl_coef: float,
     running: Mapping[int, Moments] | None = None,
-) -> Credit:
+) -> TurnCredits:
     """Return the credit of each turn of these trajectories.
 
     Args:
@@ -188,7 +188,19 @@ def credit_turns(
         running: `Credit.running` of the batch before.
     """
     episodes = episodes_of(pipeline, results, kl)
-    return assign_credit(credit_spec(pipeline), episodes, kl_coef, running)
+    credit: Credit = assign_credit(credit_spec(pipeline), episodes, kl_coef, running)
+    parts = np.split(credit.per_turn_K, episodes.cu_turns_N1[1:-1]) if results else []
+    return TurnCredits(
+        kind=credit.kind,
+        per_turn={result.key: part for result, part in zip(results, parts, strict=True)},
+        trains={
+            result.key: bool(trains)
+            for result, trains in zip(results, credit.trains_N, strict=True)
+        },
+        kl_coef=kl_coef,
+        metrics=credit.metrics,
+        running=credit.running,
+    )
 
 
 def kl_controller(pipeline: Pipeline, coef: float | None) -> KlController:
@@ -236,7 +248,6 @@ def episodes_of(
             -1, STATE_BYTES
         ),
         kl_K=None if kl is None else _joined([kl[result.key] for result in results], np.float64),
-        keys_N=tuple(result.key for result in results),
     )
 
 

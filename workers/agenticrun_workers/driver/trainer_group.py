@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.algorithms.credit import Credit
 from agenticrun_workers.driver.checkpoints import LoadModule, SaveModule
 from agenticrun_workers.errors import ScheduleEnded
 from agenticrun_workers.launch import ActorHandle, Launcher, Result
@@ -23,6 +22,7 @@ from agenticrun_workers.trainer.batch import (
     ModelScores,
     RankPlan,
     ScoredBatch,
+    TurnCredits,
     ValueTargets,
     optimizer_steps_per_batch,
 )
@@ -180,9 +180,9 @@ class TrainerGroup:
         ]
         return (await asyncio.gather(*calls))[0]
 
-    async def compute_advantages(self, credit: Credit) -> Advantages:
-        """Turn the credit of the turns into an advantage per token, on the policy's ranks."""
-        kept = self._launcher.put(credit)
+    async def compute_advantages(self, credits: TurnCredits) -> Advantages:
+        """Turn the credits of the turns into an advantage per token, on the policy's ranks."""
+        kept = self._launcher.put(credits)
         calls = [
             actor.call_pair(lambda rank: rank.compute_advantages(kept.as_argument()))
             for actor in self._trainers

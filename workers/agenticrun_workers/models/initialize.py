@@ -7,15 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.pretrained import MAKING, write_model
 from agenticrun_workers.models.source import TokenizerCorpus
+from agenticrun_workers.models.stored_names import stored_weights
 from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 
-_CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
 """Not qwen2: transformers' AutoTokenizer replaces any tokenizer in a qwen2 folder by its own."""
 
 
@@ -28,6 +39,9 @@ class InitializeSpec:
     architecture: str = "llama"
     hidden_size: int = 128
     intermediate_size: int = 256
+    experts: int = 0
+    """Experts of each layer of qwen3_moe, which share nothing and have the intermediate size."""
+    experts_per_token: int = 0
     layers: int = 2
     heads: int = 4
     key_value_heads: int | None = None
@@ -58,6 +72,16 @@ def initialize_model(folder: Path, spec: InitializeSpec) -> None:
             f"heads ({spec.heads}) must divide hiddenSize ({spec.hidden_size}) into an even size "
             f"and be a multiple of keyValueHeads ({key_value_heads})"
         )
+    mixture = (
+        {
+            "moe_intermediate_size": spec.intermediate_size,
+            "num_experts": spec.experts,
+            "num_experts_per_tok": spec.experts_per_token,
+            "norm_topk_prob": True,
+        }
+        if spec.experts
+        else {}
+    )
     tokenizer = build_task_tokenizer(spec.words, spec.max_position_embeddings)
     config = _CONFIGS[spec.architecture](
         vocab_size=len(tokenizer),
@@ -75,11 +99,13 @@ def initialize_model(folder: Path, spec: InitializeSpec) -> None:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **mixture,
     )
     with MAKING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    write_model(folder, model, dict(model.named_parameters()))
+    weights = stored_weights(model, model.named_parameters())
+    write_model(folder, model, {name: weight.clone() for name, weight in weights})
     tokenizer.save_pretrained(folder)
 
 
@@ -104,6 +130,8 @@ def make_model_files(
         architecture=model.architecture,
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
+        experts=model.experts or 0,
+        experts_per_token=model.experts_per_token or 0,
         layers=model.layers,
         heads=model.heads,
         max_position_embeddings=max_length,

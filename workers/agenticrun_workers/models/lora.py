@@ -33,7 +33,7 @@ MergeRule = tuple[float, bool]
 
 
 class UnknownTarget(ValueError):
-    """A name in `LoraSpec.target_modules` that is no layer which adapters can go into."""
+    """`LoraSpec.target_modules` has no layer which adapters can go into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,18 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTraine
         seed: of A; B is zero. All ranks must pass the same.
 
     Raises:
-        UnknownTarget: no linear layer has a name in `target_modules`, or the output layer has it.
+        UnknownTarget: no linear layer has a name in `target_modules`, or the output layer has it;
+            or the model is a mixture of experts.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    from agenticrun_workers.models.shape import EXPERTS
+
+    if any(EXPERTS in name for name, _ in model.named_parameters()):
+        raise UnknownTarget(
+            "adapters of a mixture of experts are not offered yet: leave lora out, or train a "
+            "dense model"
+        )
     _check_targets(model, spec.target_modules)
     targets = list(spec.target_modules) or "all-linear"
     config = LoraConfig(
@@ -131,13 +139,13 @@ class Adapters:
     `merge` computes the policy's weights from them.
     """
 
-    def __init__(self, model: nn.Module, whole: Gather, rank: int) -> None:
+    def __init__(self, model: PreTrainedModel, whole: Gather, rank: int) -> None:
         self._model = model
         self._whole = whole
         self._rank = rank
 
     @classmethod
-    def of(cls, model: nn.Module, whole: Gather, rank: int) -> Adapters | None:
+    def of(cls, model: PreTrainedModel, whole: Gather, rank: int) -> Adapters | None:
         """Return the adapters of `model`, or None if it has none."""
         return cls(model, whole, rank) if merge_rules(model) else None
 
@@ -151,10 +159,12 @@ class Adapters:
     def base(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all other parameters, which never change.
 
-        Their order and names are those of `PolicyTrainer.export_weights`, their dtype is that of
-        the computation. Collective; yields on rank 0 only.
+        Their order, names and shapes are those of `PolicyTrainer.export_weights`, their dtype is
+        that of the computation. Collective; yields on rank 0 only.
         """
-        return self._on_first(base_weights(self._model, self._whole))
+        from agenticrun_workers.models.stored_names import stored_weights
+
+        return self._on_first(stored_weights(self._model, base_weights(self._model, self._whole)))
 
     def rules(self) -> dict[str, MergeRule]:
         """Return the merge rule of each adapted weight, by its name."""

@@ -7,12 +7,13 @@ might be in (DeepSpeed, if it is installed).
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from agenticrun_workers.models.folder import ModelLoadError as ModelLoadError  #
 from agenticrun_workers.models.folder import check_config, check_weights, stored_shapes
 from agenticrun_workers.models.lora import hidden_adapters
 from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.models.stored_names import has_stored_names
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,12 @@ disable_progress_bar()
 EXPERTS = re.compile(r"(^|\.)(router|router_gate|\w*experts?)(\.|$)")
 """Names of layers that only a mixture of experts has. The counts in a config say nothing: many
 classes of dense models have a default for them."""
+
+MIXTURES = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+"""Types of mixtures of experts that are compared with transformers: docs/model-types.md."""
+
+SEPARATE_EXPERT = re.compile(r"experts\.\d")
+"""Names of experts that are modules of their own."""
 
 OTHER_MODALITIES = {"vision_config", "audio_config"}
 """Parts of configs of models that read more than text, although they are language models."""
@@ -50,7 +58,7 @@ Distribute = Callable[[PreTrainedModel], None]
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Load the config of a dense, text-only causal language model.
+    """Load the config of a text-only causal language model.
 
     Raises:
         ModelLoadError: there is no such model, or it is of another kind.
@@ -69,7 +77,7 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             f"{path} is a model of several modalities ({config.model_type}), which is not offered "
             "yet: train a text-only model, such as the language model that it was built from"
         )
-    if _has_experts(config, trust_remote_code=trust_remote_code):
+    if not _offers_experts(config, trust_remote_code=trust_remote_code):
         raise ModelLoadError(
             f"{path} is a mixture of experts ({config.model_type}), which is not offered yet: "
             "train a dense model, such as Qwen3 or Llama"
@@ -77,14 +85,22 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
     return config
 
 
-def _has_experts(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
-    """Return True if a model that is made from this config has experts."""
+def _offers_experts(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
+    """Return False if a model of this config has experts that cannot be trained or exported.
+
+    FSDP needs a gradient of each parameter on all ranks, so the experts of a layer must share their
+    parameters. Engines must be able to load what is exported.
+    """
     try:
         model = make_without_data(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a model's own code, too; a load of the weights names the cause
         log.debug("no model can be made from the config alone: %r", error)
-        return False
-    return any(EXPERTS.search(name) for name, _ in model.named_modules())
+        return True
+    names = [name for name, _ in model.named_modules()]
+    if not any(EXPERTS.search(name) for name in names):
+        return True
+    apart = any(SEPARATE_EXPERT.search(name) for name in names)
+    return config.model_type in MIXTURES and not apart and has_stored_names(model)
 
 
 def count_parameters(path: str, *, trust_remote_code: bool = False) -> int:
@@ -387,8 +403,8 @@ def write_model(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tens
     """Write weights (sharded safetensors), config and generation config into a new folder.
 
     Args:
-        weights: whole tensors, on any device, by the names of the model's parameters. Tied ones
-            are listed once.
+        weights: whole tensors, on any device, each with memory of its own, by the names of
+            `stored_weights`. Tied ones are listed once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(
@@ -400,8 +416,21 @@ def write_model(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tens
     if len(dtypes) == 1:
         config.dtype = dtypes.pop()
     config.save_pretrained(folder)
+    _write_usual_names(folder / "config.json", config)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+
+
+def _write_usual_names(file: Path, config: PretrainedConfig) -> None:
+    """Add fields under the names that published configs have, such as num_experts.
+
+    transformers writes only the names to which it maps them, which other readers do not know.
+    """
+    described = json.loads(file.read_bytes())
+    for field in fields(config):
+        if field.name in config.attribute_map:
+            described[field.name] = getattr(config, field.name)
+    file.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -96,6 +96,15 @@ def _shape(described: Mapping[str, Any], name: str, *, trust: bool = False) -> M
 
 def _initialized(model: InitializeModel) -> dict[str, Any]:
     """Return the config of a model that the run makes."""
+    mixture = (
+        {
+            "moe_intermediate_size": model.intermediate_size,
+            "num_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+        }
+        if model.experts
+        else {}
+    )
     return {
         "model_type": model.architecture,
         "hidden_size": model.hidden_size,
@@ -106,4 +115,5 @@ def _initialized(model: InitializeModel) -> dict[str, Any]:
         "head_dim": model.hidden_size // model.heads,
         "vocab_size": WORDS,
         "tie_word_embeddings": True,
+        **mixture,
     }

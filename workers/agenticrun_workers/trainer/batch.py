@@ -3,7 +3,7 @@
     RankPlan       driver -> rank    which trajectories the rank gets, and its mini-batches
     ModelScores    rank -> rank      outputs of a reference or critic on pods of its own
     ScoredBatch    rank -> driver    KL of each turn, and the gap to the engines' log-probs
-    Credit         driver -> rank    one number per turn (algorithms/credit.py)
+    TurnCredits    driver -> rank    one number per turn
     ValueTargets   rank -> rank      targets of a critic on pods of its own
 
 What belongs to one trajectory is keyed by its `EpisodeKey`, because a reference or critic on pods
@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.algorithms.credit import Credit
+from agenticrun_workers.algorithms.credit import Kind
 from agenticrun_workers.algorithms.kl import KlKind
-from agenticrun_workers.algorithms.normalization import Reduce
+from agenticrun_workers.algorithms.normalization import Moments, Reduce
 from agenticrun_workers.algorithms.segments import Floats
 from agenticrun_workers.algorithms.token_advantages import (
     TokenAdvantages,
@@ -32,7 +32,7 @@ from agenticrun_workers.algorithms.token_advantages import (
     token_advantages,
     turn_kl,
 )
-from agenticrun_workers.trainer.samples import Sample, policy_samples
+from agenticrun_workers.trainer.samples import Sample, Values, policy_samples
 from agenticrun_workers.types import EpisodeKey, FloatArray, IntArray, Scalar, Trajectory
 
 LogprobGaps = Mapping[str, tuple[float, float]]
@@ -57,8 +57,7 @@ class ModelScores:
     """Outputs of models on other pods, one array per sequence of each trajectory."""
 
     ref_logprobs: Mapping[EpisodeKey, list[FloatArray]] | None
-    values: Mapping[EpisodeKey, list[FloatArray]] | None
-    """`RankBatch.values`."""
+    values: Mapping[EpisodeKey, list[Values]] | None
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,21 @@ class ScoredBatch:
             {key: values for kl in kls for key, values in kl.items()} if kls else None,
             sum_gaps([part.gaps for part in parts]),
         )
+
+
+@dataclass(frozen=True)
+class TurnCredits:
+    """The credit of each turn of a batch."""
+
+    kind: Kind
+    per_turn: Mapping[EpisodeKey, Floats]
+    """float64 [turns of the trajectory]"""
+    trains: Mapping[EpisodeKey, bool]
+    """True if the trajectory's tokens are in the loss."""
+    kl_coef: float
+    metrics: Mapping[str, float]
+    running: Mapping[int, Moments] = field(default_factory=dict)
+    """`Credit.running`."""
 
 
 ValueTargets = dict[EpisodeKey, list[tuple[FloatArray | None, FloatArray]]]
@@ -123,9 +137,7 @@ class RankBatch:
     """As in `RankPlan`."""
     old_logprobs: list[FloatArray] | None = None
     ref_logprobs: list[FloatArray] | None = None
-    values: list[FloatArray] | None = None
-    """The critic's value before each response token (0 elsewhere), and last the value of the whole
-    text, to bootstrap from: float32 [T + 1] per sequence."""
+    values: list[Values] | None = None
     samples: list[Sample] = field(init=False)
     """A sample per sequence; until `compute_advantages` with weight 1 on every response token."""
 
@@ -137,7 +149,7 @@ class RankBatch:
             range(end - len(part), end) for part, end in zip(parts, ends.tolist(), strict=True)
         ]
 
-    def compute_values(self, critic: Callable[[list[Sample]], list[FloatArray]]) -> None:
+    def compute_values(self, critic: Callable[[list[Sample]], list[Values]]) -> None:
         """Score the sequences with the critic.
 
         The final value of a truncated trajectory is read after the observation that the policy
@@ -159,10 +171,11 @@ class RankBatch:
                     inputs[last] = _with_ending(inputs[last], ending_T)
         found = critic(inputs)
         self.values = [
-            np.append(
-                values_T1[: len(sample.tokens_T)], found[ending_inputs.get(number, number)][-1]
+            Values(
+                values.values_T[: len(sample.tokens_T)],
+                found[ending_inputs[number]].final if number in ending_inputs else values.final,
             )
-            for number, (sample, values_T1) in enumerate(zip(self.samples, found, strict=False))
+            for number, (sample, values) in enumerate(zip(self.samples, found, strict=False))
         ]
 
     def scores(self) -> ModelScores:
@@ -229,20 +242,21 @@ class RankBatch:
         return self._per_sample([trajectory.logprobs_T for trajectory in self.trajectories])
 
     def compute_advantages(
-        self, spec: TokenSpec, credit: Credit, reduce: Reduce
+        self, spec: TokenSpec, credits: TurnCredits, reduce: Reduce
     ) -> Mapping[str, float]:
         """Put advantages, loss mask and returns into `samples`. Collective through `reduce`.
 
         Args:
-            credit: of at least these trajectories.
+            credits: of at least these trajectories.
             reduce: element-wise sum over the shares of the batch.
 
         Returns:
             metrics over all ranks.
         """
-        per_turn_K, trains_N = credit.take([trajectory.key for trajectory in self.trajectories])
-        tokens = self._tokens(trains_N)
-        result = token_advantages(spec, tokens, per_turn_K, credit.kind, credit.kl_coef, reduce)
+        keys = [trajectory.key for trajectory in self.trajectories]
+        tokens = self._tokens(np.array([credits.trains[key] for key in keys], np.bool_))
+        per_turn_K = _joined([credits.per_turn[key] for key in keys], np.float64)
+        result = token_advantages(spec, tokens, per_turn_K, credits.kind, credits.kl_coef, reduce)
         self.samples = self._filled(result)
         return result.metrics
 
@@ -260,8 +274,8 @@ class RankBatch:
         pairs = [pair for trajectory in self.trajectories for pair in found[trajectory.key]]
         assert self.values is not None
         self.samples = [
-            replace(sample, returns_T=returns_T, weight_T=weight_T, old_values_T=values_T1[:-1])
-            for sample, (returns_T, weight_T), values_T1 in zip(
+            replace(sample, returns_T=returns_T, weight_T=weight_T, old_values_T=values.values_T)
+            for sample, (returns_T, weight_T), values in zip(
                 self.samples, pairs, self.values, strict=True
             )
         ]
@@ -323,7 +337,7 @@ class RankBatch:
                     ref_logprobs_T=None
                     if self.ref_logprobs is None
                     else self.ref_logprobs[sequence],
-                    old_values_T=None if self.values is None else self.values[sequence][:-1],
+                    old_values_T=None if self.values is None else self.values[sequence].values_T,
                 )
             )
         return filled
@@ -352,18 +366,21 @@ class RankBatch:
             else _joined(self.ref_logprobs, np.float32),
             values_L=None
             if self.values is None
-            else _joined([values_T1[:-1] for values_T1 in self.values], np.float32),
+            else _joined([v.values_T for v in self.values], np.float32),
             bootstrap_N=self._bootstraps(self.values)
             if self.bootstrap and self.values is not None
             else None,
         )
 
-    def _bootstraps(self, values: list[FloatArray]) -> Floats:
+    def _bootstraps(self, values: list[Values]) -> Floats:
         """Return the value after the end of each truncated trajectory, 0 for the others."""
         ends = [sequences[-1] if len(sequences) else None for sequences in self._sequences]
         pairs = zip(self.trajectories, ends, strict=True)
         return np.array(
-            [values[e][-1] if e is not None and t.stop_reason.truncated else 0.0 for t, e in pairs],
+            [
+                values[e].final if e is not None and t.stop_reason.truncated else 0.0
+                for t, e in pairs
+            ],
             np.float64,
         )
 

@@ -21,8 +21,7 @@ from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, Load, Sharde
 from agenticrun_workers.trainer.micro_batch import MicroBatch, responses_and_end, weighted
 from agenticrun_workers.trainer.modules import ValueModule
 from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
-from agenticrun_workers.trainer.samples import Sample
-from agenticrun_workers.types import FloatArray
+from agenticrun_workers.trainer.samples import Sample, Values
 
 SUMS = ("loss", "value", "vpred", "clipfrac", "error")
 
@@ -73,15 +72,13 @@ class CriticTrainer:
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
 
     @torch.no_grad()
-    def compute_values(self, samples: list[Sample]) -> list[FloatArray]:
-        """Return the values of each of this rank's samples, as in `RankBatch.values`."""
-        found: list[FloatArray] = [
-            np.zeros(len(sample.tokens_T) + 1, np.float32) for sample in samples
-        ]
+    def compute_values(self, samples: list[Sample]) -> list[Values]:
+        """Return the values of each of this rank's samples."""
+        found = [np.zeros(len(sample.tokens_T) + 1, np.float32) for sample in samples]
         for batch in self._model.batcher.split(samples, responses_and_end):
             batch.put(self._model.module(batch), found)
         self._model.reshard()
-        return found
+        return [Values(values_T1[:-1], float(values_T1[-1])) for values_T1 in found]
 
     def train_step(self, samples: list[Sample], loss: ValueLossSpec) -> Mapping[str, float]:
         """Take one optimizer step towards `returns_T`; skip it as `PolicyTrainer.train_step` does.

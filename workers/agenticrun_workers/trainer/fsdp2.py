@@ -28,7 +28,8 @@ from transformers import PreTrainedModel
 from agenticrun_workers.models.devices import HostCopies, compute_device, device_span
 from agenticrun_workers.models.lora import Adapters, whole_weights
 from agenticrun_workers.models.pretrained import ModelLoader
-from agenticrun_workers.models.shape import FsdpUnits, fsdp_units
+from agenticrun_workers.models.shape import EXPERTS, FsdpUnits, fsdp_units
+from agenticrun_workers.models.stored_names import stored_weights
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS
 from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, responses
@@ -69,6 +70,9 @@ EXPENSIVE = [
 ]
 """Operators that selective recomputation does not repeat: matrix products and attention."""
 
+EXPERT_PARALLELISM = ("expert_model_parallel_size", "expert_parallel_size", "ep_size")
+"""Names that other trainers give to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class FsdpOptions:
@@ -107,6 +111,11 @@ class FsdpOptions:
             if name in DECIDED_ELSEWHERE:
                 field = DECIDED_ELSEWHERE[name]
                 raise ValueError(f"the option {name} of fsdp2 is decided by {field}: leave it out")
+            if name in EXPERT_PARALLELISM:
+                raise ValueError(
+                    f"{name}: expert parallelism is not offered: leave it out, because fsdp2 "
+                    "spreads the experts over all ranks that share a copy of the model (fsdp_size)"
+                )
             if name not in types:
                 raise ValueError(f"fsdp2 has no option {name}; it has {', '.join(types)}")
             if name == "fsdp_size" and value == -1:
@@ -277,11 +286,29 @@ class ShardedModule(Generic[Module]):
 
     def _shard(self, model: PreTrainedModel, module: Module, dtype: torch.dtype | None) -> None:
         """Shard a module and everything of its model, which is on the meta device."""
+        self._check_experts(module)
         self._arrange(module, dtype, sharded=True)
         head = model.get_output_embeddings()
         # A critic does not use it, but the loader reads it.
         if head is not None and all(part is not head for part in module.modules()):
             shard(head, (), self.ranks, self.device, self.dtype, self._options)
+
+    def _check_experts(self, module: Module) -> None:
+        """Raise `ValueError` if a rank would hold no expert: its shard could not be loaded."""
+        size = self.ranks.size
+
+        def spread(experts: int, ranks: int) -> bool:
+            return -(-experts // ranks) * (ranks - 1) < experts
+
+        for name, weight in module.named_parameters():
+            shards = size // self._options.copies(size)
+            if EXPERTS not in name or spread(len(weight), shards):
+                continue
+            best = max(n for n in range(1, size + 1) if size % n == 0 and spread(len(weight), n))
+            raise ValueError(
+                f"the {len(weight)} experts of a layer cannot be spread over {shards} ranks, "
+                f"because one would hold none: set fsdp_size to {best}"
+            )
 
     def _arrange(self, module: Module, dtype: torch.dtype | None, *, sharded: bool) -> None:
         module.eval()
@@ -385,11 +412,15 @@ class Fsdp2Strategy:
     def forward_backward(
         self, batches: list[MicroBatch], temperature: float, loss: PartLoss
     ) -> None:
+        self.model.module.router_load.reset()
         for batch in batches:
             with device_span("forward"):
                 part = loss(batch, *self.model.module(batch, temperature))
             with device_span("backward"):
                 part.backward()  # type: ignore[no-untyped-call]
+
+    def router_metrics(self) -> dict[str, float]:
+        return self.model.module.router_load.metrics(self.ranks)
 
     def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
         return self.steps.step(rate, scheduled=scheduled)
@@ -410,9 +441,12 @@ class Fsdp2Strategy:
         def rounded(parameter: nn.Parameter) -> Tensor:
             return whole(parameter.detach().to(dtype))
 
-        for name, weight in whole_weights(self.model.module.model, _whole, rounded):
+        model = self.model.module.model
+        gathered = whole_weights(model, _whole, rounded)
+        weights = stored_weights(model, ((name, weight.to(dtype)) for name, weight in gathered))
+        for named in weights:
             if self.ranks.rank == 0:
-                yield name, weight.to(dtype)
+                yield named
 
     def hugging_face_model(self) -> PreTrainedModel:
         return self.model.module.model

@@ -42,6 +42,8 @@ class MicroBatch:
     """Position ids that restart with each sequence of a packed row; None: one sequence per row."""
     bounds: Bounds
     """Sequences of packed rows; otherwise each row, padding included."""
+    spans: Bounds
+    """Sequences without padding."""
     rows_N: Tensor
     columns_N: Tensor
     """Column of the token before each selected one, where the prediction is read."""
@@ -51,6 +53,14 @@ class MicroBatch:
     """Index into `samples`."""
     used: int
     """Number of tokens that are not padding."""
+
+    @property
+    def real_BT(self) -> Tensor:
+        """1 for each token, 0 for padding, in float64."""
+        real_BT = np.zeros(tuple(self.ids_BT.shape))
+        for row, start, end in self.spans:
+            real_BT[row, start:end] = 1
+        return torch.from_numpy(real_BT).to(self.ids_BT.device)
 
     def pick(self, samples: list[Sample], name: str, dtype: torch.dtype) -> Tensor:
         """Return one value per selected token, [N], from the array `name` of the samples.
@@ -189,6 +199,7 @@ def filler(device: torch.device) -> MicroBatch:
         torch.zeros(1, 1, dtype=torch.long, device=device),
         None,
         ((0, 0, 1),),
+        (),
         nothing,
         nothing,
         nothing,
@@ -246,14 +257,11 @@ def _lay_out(
         row, start = places[i]
         ids_BT[row, start : start + length] = samples[i].tokens_T[:length]
         position_ids_BT[row, start : start + length] = np.arange(length)
-    bounds = (
-        [
-            (row, start, start + length)
-            for (row, start), length in zip((places[i] for i in order), lengths, strict=True)
-        ]
-        if packed
-        else [(row, 0, shape[1]) for row in range(shape[0])]
+    spans = tuple(
+        (row, start, start + length)
+        for (row, start), length in zip((places[i] for i in order), lengths, strict=True)
     )
+    bounds = spans if packed else tuple((row, 0, shape[1]) for row in range(shape[0]))
     counts = [len(chosen[i]) for i in order]
     rows_N = np.repeat([places[i][0] for i in order], counts)
     columns_N = np.concatenate([chosen[i] + places[i][1] - 1 for i in order])
@@ -267,7 +275,8 @@ def _lay_out(
         [chosen[i] for i in order],
         to(ids_BT),
         to(position_ids_BT) if packed else None,
-        tuple(bounds),
+        bounds,
+        spans,
         to(rows_N),
         to(columns_N),
         to(targets_N),

@@ -22,6 +22,7 @@ from agenticrun_workers.models.heads import (
 )
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS, score
 from agenticrun_workers.trainer.micro_batch import Bounds, MicroBatch
+from agenticrun_workers.trainer.router_load import RouterLoad
 from agenticrun_workers.trainer.varlen import Rows, use_varlen
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,10 @@ class Sequences(Protocol):
 
         They are read at the token before each selected token of this rank.
         """
+        ...
+
+    def real(self, batch: MicroBatch) -> Tensor:
+        """Return 1 for each token that `hidden` computes on this rank, 0 for padding; flat."""
         ...
 
     def mine(self, batch: MicroBatch, values_N: Tensor) -> Tensor:
@@ -76,6 +81,10 @@ class FullSequences(Sequences):
         )
         hidden_BTH: Tensor = output.last_hidden_state
         return hidden_BTH[batch.rows_N, batch.columns_N]
+
+    @override
+    def real(self, batch: MicroBatch) -> Tensor:
+        return batch.real_BT.flatten()
 
     @override
     def mine(self, batch: MicroBatch, values_N: Tensor) -> Tensor:
@@ -122,6 +131,7 @@ class PolicyModule(ProbedModule):
         head.score = partial(_score, head, chunk_elements)  # type: ignore[arg-type, assignment]
         self._head_type = type(head)  # FSDP2 gives it another one
         self.model = model
+        self.router_load = RouterLoad(self.decoder)
         self.sequences: Sequences = FullSequences()
 
     @property
@@ -146,7 +156,9 @@ class PolicyModule(ProbedModule):
         Returns:
             log-probs [N] and entropies [N], in float32 or the model's wider dtype.
         """
-        hidden_NH = self.sequences.hidden(self.decoder, batch)
+        counts = self.router_load.exists and torch.is_grad_enabled()
+        with self.router_load.counting(self.sequences.real(batch) if counts else None):
+            hidden_NH = self.sequences.hidden(self.decoder, batch)
         targets_N = self.sequences.mine(batch, batch.targets_N)
         logprobs_N, entropies_N = self.model.get_output_embeddings().score(
             hidden_NH, targets_N, temperature

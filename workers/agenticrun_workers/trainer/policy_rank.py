@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
-from agenticrun_workers.algorithms.credit import Credit
 from agenticrun_workers.launch import packed
 from agenticrun_workers.models.source import ModelSource, ModelSources, TokenizerCorpus
 from agenticrun_workers.processes import quick_imports
@@ -24,6 +23,7 @@ from agenticrun_workers.trainer.batch import (
     RankBatch,
     RankPlan,
     ScoredBatch,
+    TurnCredits,
     ValueTargets,
 )
 from agenticrun_workers.trainer.rank import (
@@ -261,17 +261,17 @@ class TrainerActor(ReferenceUpdateMixin):
 
     @packed
     @traced
-    def compute_advantages(self, credit: Credit) -> tuple[Metrics, ValueTargets]:
-        """Turn the credit of the turns into an advantage per token. Collective.
+    def compute_advantages(self, credits: TurnCredits) -> tuple[Metrics, ValueTargets]:
+        """Turn the credits of the turns into an advantage per token. Collective.
 
         Args:
-            credit: of the whole batch.
+            credits: of the whole batch.
 
         Returns:
             metrics, equal on every rank, and the targets of a critic on other pods.
         """
         models, batch = self._models, self._scored_batch()
-        metrics = batch.compute_advantages(models.advantages, credit, models.policy.sum_over_data)
+        metrics = batch.compute_advantages(models.advantages, credits, models.policy.sum_over_data)
         critic_elsewhere = self._pipeline.uses_critic and models.critic is None
         return dict(metrics), batch.value_targets() if critic_elsewhere else {}
 

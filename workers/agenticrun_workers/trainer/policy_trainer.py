@@ -83,6 +83,13 @@ class Strategy(Protocol):
         """
         ...
 
+    def router_metrics(self) -> dict[str, float]:
+        """Return `router/...` of the last `forward_backward`, equal on every rank.
+
+        Empty for a dense model.
+        """
+        ...
+
     def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
         """Clip the gradients, take a step at this learning rate, and clear them.
 
@@ -169,8 +176,8 @@ class PolicyTrainer:
         without a weighted token on any rank is no step: it only moves the schedule on.
 
         Returns:
-            metrics `actor/...` and `train/...`, equal on every rank; without a weighted token only
-            `actor/skipped_steps`.
+            metrics `actor/...`, `train/...` and `router/...`, equal on every rank; without a
+            weighted token only `actor/skipped_steps`.
 
         Raises:
             NonFiniteGradient: too many in a row.
@@ -290,7 +297,8 @@ class PolicyTrainer:
         batches = batcher.split(samples, weighted)
         with device_span("forward_backward", micro_batches=len(batches)):
             self.strategy.forward_backward(batches, spec.temperature, loss)
-        return metrics.result(ranks) | batcher.balance(batches)
+        balance = batcher.balance(batches)
+        return metrics.result(ranks) | balance | self.strategy.router_metrics()
 
     def _progress(self) -> dict[str, int]:
         return {**self.strategy.steps.counts(), "policy_version": self.policy_version}

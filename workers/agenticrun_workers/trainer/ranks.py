@@ -63,6 +63,10 @@ class Ranks:
         """Return the element-wise sum, over the parts of a batch, of losses. Collective."""
         return self._reduce(values if self.scores else [0.0] * len(values), dist.ReduceOp.SUM)
 
+    def sum_all(self, values: list[float]) -> list[float]:
+        """Return the element-wise sum over all ranks. Collective."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
     def max(self, values: list[float]) -> list[float]:
         """Return the element-wise maximum over all ranks. Collective."""
         return self._reduce(values, dist.ReduceOp.MAX)

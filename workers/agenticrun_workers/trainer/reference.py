@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from agenticrun_workers.models.stored_names import ParameterAssembly, stored_buffers
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, Load, ShardedModule, score
@@ -53,7 +54,7 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the parameters.
+        """Replace the weights.
 
         Args:
             weights: all of them, whole, on every rank; as `PolicyTrainer.export_weights` yields.
@@ -61,25 +62,27 @@ class ReferencePolicy:
         Raises:
             CheckpointMismatch: weights of another model.
         """
-        parameters = dict(self._model.module.model.named_parameters())
-        for name, value in weights:
-            parameter = parameters.pop(name, None)
-            if parameter is None or parameter.shape != value.shape:
-                shape = None if parameter is None else list(parameter.shape)
+        model = self._model.module.model
+        tensors = {**dict(model.named_parameters()), **stored_buffers(model)}
+        assembly = ParameterAssembly(model, {name: held.shape for name, held in tensors.items()})
+        for weight, value in weights:
+            if (shape := assembly.shape(weight)) != value.shape:
                 raise CheckpointMismatch(
-                    f"{name}: the reference needs shape {shape}, the policy has {list(value.shape)}"
+                    f"{weight}: the reference needs shape {None if shape is None else list(shape)},"
+                    f" the policy has {list(value.shape)}"
                 )
-            whole = value.to(parameter.device, parameter.dtype)
-            sharded = isinstance(parameter, DTensor)
-            parameter.copy_(
-                distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-                if sharded
+            if (complete := assembly.add(weight, value)) is None:
+                continue
+            name, whole = complete
+            held = tensors[name]
+            whole = whole.to(held.device, held.dtype)
+            held.copy_(
+                distribute_tensor(whole, held.device_mesh, held.placements)
+                if isinstance(held, DTensor)
                 else whole
             )
-        if parameters:
-            raise CheckpointMismatch(
-                f"{next(iter(parameters))}: the reference needs it, the policy has none"
-            )
+        if (missing := next(assembly.missing, None)) is not None:
+            raise CheckpointMismatch(f"{missing}: the reference needs it, the policy has none")
 
     def offload(self) -> None:
         self._model.offload()

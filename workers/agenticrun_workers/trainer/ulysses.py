@@ -77,6 +77,14 @@ class UlyssesSequences(Sequences):
         ]
 
     @override
+    def real(self, batch: MicroBatch) -> Tensor:
+        width = self._piece(batch.ids_BT.shape[1])
+        padded_BT = nn.functional.pad(
+            batch.real_BT, (0, width * self._size - batch.ids_BT.shape[1])
+        )
+        return padded_BT[:, self._place * width : (self._place + 1) * width].flatten()
+
+    @override
     def mine(self, batch: MicroBatch, values_N: Tensor) -> Tensor:
         return values_N[self._mine(batch)]
 

@@ -39,10 +39,15 @@ def plan_merge(adapters: Adapters, source: ModelSource) -> MergePlan | str:
         # to the end, whatever is found: the other ranks take part in it
         for name, value in adapters.base():
             comparison.compare(name, value)
-    return comparison.refusal or MergePlan(
+    if comparison.refusal:
+        return comparison.refusal
+    rules = adapters.rules()
+    if renamed := rules.keys() - {tensor.name for tensor in comparison.tensors}:
+        return f"the model's files hold {min(renamed)} under another name"
+    return MergePlan(
         tuple(comparison.tensors),
         str(comparison.dtype).removeprefix("torch."),
-        adapters.rules(),
+        rules,
         comparison.checksums,
     )
 

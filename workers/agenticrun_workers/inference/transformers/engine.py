@@ -49,6 +49,7 @@ from agenticrun_workers.inference.transformers.caches import (
 from agenticrun_workers.inference.transformers.parity import check_parity, refuse_states
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.pretrained import ModelLoadError
+from agenticrun_workers.models.stored_names import stored_buffers, stored_parts
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 from agenticrun_workers.weights.buckets import SafetensorsReader
 from agenticrun_workers.weights.collective import WeightGroup
@@ -440,11 +441,17 @@ class EngineWeights:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._model = model
+        self._parameters: dict[str, Tensor] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **stored_buffers(model),
+        }
         self._shapes = {
             name: tuple(parameter.shape) for name, parameter in self._parameters.items()
         }
+        self._weights = self._views()
         self._seen: set[int] = set()
+        """Addresses of the weights that have come; tied ones have the same."""
         self._reader = SafetensorsReader()
         self._device = model.device
         self._group: WeightGroup | None = None
@@ -497,7 +504,7 @@ class EngineWeights:
     def finish(self) -> None:
         """Raise `EngineError` if a parameter has not come."""
         missing = [
-            name for name, parameter in self._parameters.items() if id(parameter) not in self._seen
+            name for name, weight in self._weights.items() if weight.data_ptr() not in self._seen
         ]
         if missing:
             raise EngineError(
@@ -506,6 +513,7 @@ class EngineWeights:
 
     def drop(self) -> None:
         """Free the memory of all parameters."""
+        self._weights = {}
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
 
@@ -514,13 +522,22 @@ class EngineWeights:
         for name, parameter in self._parameters.items():
             if tuple(parameter.shape) != self._shapes[name]:
                 parameter.data = parameter.data.new_empty(self._shapes[name])
+        self._weights = self._views()
+
+    def _views(self) -> dict[str, Tensor]:
+        """Return views of the parameters and buffers under the names that exports have."""
+        return {
+            weight: view
+            for name, parameter in self._parameters.items()
+            for weight, view in stored_parts(self._model, name, parameter).items()
+        }
 
     def _copy(self, name: str, value: Tensor) -> None:
-        held = self._parameters.get(name)
+        held = self._weights.get(name)
         if held is None or held.shape != value.shape:
             shape = None if held is None else tuple(held.shape)
             raise EngineError(
                 f"weights for {name} have shape {tuple(value.shape)}, the model has {shape}"
             )
         held.copy_(value)
-        self._seen.add(id(held))
+        self._seen.add(held.data_ptr())

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.models.devices import HostCopies, compute_device, device_span
 from agenticrun_workers.models.lora import Adapters, describe_lora, whole_weights
+from agenticrun_workers.models.stored_names import stored_weights
 from agenticrun_workers.trainer.checkpoint import (
     ModuleState,
     architecture_of,
@@ -357,11 +358,15 @@ class DeepSpeedStrategy:
     def forward_backward(
         self, batches: list[MicroBatch], temperature: float, loss: PartLoss
     ) -> None:
+        self.model.module.router_load.reset()
         for number, batch in enumerate(batches, 1):
             with device_span("forward"):
                 part = loss(batch, *self.steps.forward(batch, temperature))
             with device_span("backward"):
                 self.steps.backward(part, last=number == len(batches))
+
+    def router_metrics(self) -> dict[str, float]:
+        return self.model.module.router_load.metrics(self.ranks)
 
     def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
         return self.steps.step(rate, scheduled=scheduled)
@@ -377,9 +382,12 @@ class DeepSpeedStrategy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Tied parameters have the name that `named_parameters` gives."""
-        for name, weight in whole_weights(self.model.module.model, self.steps.whole):
+        model, dtype = self.model.module.model, self.model.dtype
+        gathered = whole_weights(model, self.steps.whole)
+        weights = stored_weights(model, ((name, weight.to(dtype)) for name, weight in gathered))
+        for named in weights:
             if self.ranks.rank == 0:
-                yield name, weight.to(self.model.dtype)
+                yield named
 
     def hugging_face_model(self) -> PreTrainedModel:
         return self.model.module.model

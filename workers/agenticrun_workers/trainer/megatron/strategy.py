@@ -98,6 +98,10 @@ class MegatronStrategy:
         with megatron_device():
             self._passes.backward(batches, temperature, loss)
 
+    def router_metrics(self) -> dict[str, float]:
+        """Megatron trains dense models only."""
+        return {}
+
     def optimizer_step(self, rate: float, *, scheduled: bool = True) -> float:
         with megatron_device():
             return self.steps.step(rate, scheduled=scheduled)
