@@ -37,11 +37,12 @@ VOCABULARY = len(WORDS) + 5
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of sharp distributions with grouped heads."""
     path = tmp_path_factory.mktemp(request.param)
-    mixture = {"experts": 4, "experts_per_token": 2} if request.param == "qwen3_moe" else {}
+    mixed = request.param == "qwen3_moe"
     spec = InitializeSpec(
         WORDS,
         request.param,
-        **mixture,
+        experts=4 if mixed else 0,
+        experts_per_token=2 if mixed else 0,
         hidden_size=32,
         intermediate_size=64,
         heads=4,
