@@ -19,7 +19,7 @@ async def test_the_example_trains(name: str, tmp_path: Path) -> None:
 
 
 async def test_a_mixture_of_experts_trains_and_its_engine_computes_the_same(tmp_path: Path) -> None:
+    """A run whose engine computes another model than its trainer fails before the first step."""
     step = await train_a_step(shrunk("frozen-lake-moe.yaml"), tmp_path)
-    assert step["engine/parity_gap"] < 1e-4
     assert 1 <= step["router/load_max_over_mean"] <= 8 / 2
     assert 0 < step["router/entropy"] <= math.log(8)
