@@ -28,7 +28,7 @@ from record import write_record
 from agenticrun_workers.agents import ChatFormat
 from agenticrun_workers.agents.chat_families import AnswerReader, find_family
 from agenticrun_workers.agents.outside.messages import ChatMessage, ToolCall
-from agenticrun_workers.agents.outside.session import Answer, RecordedAnswers
+from agenticrun_workers.agents.outside.session import Answer, RecordedAnswers, Setting
 from agenticrun_workers.agents.sampled_tree import Sampled
 from agenticrun_workers.types import FinishReason, Generation
 
@@ -59,6 +59,7 @@ class Conversation:
         self.tokenizer = byte_level_tokenizer(CORPUS, CHATML_WITH_TOOLS)
         self.chat = ChatFormat(self.tokenizer)
         self.recorded = RecordedAnswers(self.tokenizer, self.chat)
+        self.setting = Setting(self.chat, TOOLS)
         self.messages = [ChatMessage("user", "Find the fault.")]
         result = "the output of a command "
         per_turn = TOKENS / TURNS + 15  # rounding to whole words loses some
@@ -66,7 +67,7 @@ class Conversation:
 
     def add_turn(self) -> int:
         """Sample a call, add its result, and return the number of tokens of the next prompt."""
-        prompt_T, parent = self.recorded.chat_prompt(self.messages, TOOLS)
+        prompt_T, parent = self.recorded.chat_prompt(self.messages, self.setting)
         number = len(self.recorded.answers)
         arguments = f'{{"command": "step {number}"}}'
         text = f'<tool_call>\n{{"name": "run", "arguments": {arguments}}}\n</tool_call>'
@@ -85,7 +86,7 @@ class Conversation:
                 (*self.messages, message),
                 True,
             ),
-            tools=TOOLS,
+            to=self.setting,
         )
         result = ChatMessage("tool", f"{self.result}{number}", tool_call_id=f"c{number}")
         self.messages += [message, result]
@@ -93,7 +94,7 @@ class Conversation:
 
     def prompt(self) -> None:
         """Make the next prompt from the client's messages, as the endpoint does."""
-        prompt_T, matched = self.recorded.chat_prompt(self.messages, TOOLS)
+        prompt_T, matched = self.recorded.chat_prompt(self.messages, self.setting)
         self.recorded.parent_of(prompt_T, matched)
 
 

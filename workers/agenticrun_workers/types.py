@@ -95,6 +95,8 @@ class ChatSettings:
     """Name of the model for messages."""
     own_template: bool = False
     """True if the run replaces the model's chat template."""
+    head: str = ""
+    """Beginning of the template, which sets `spec.model.chatTemplateArgs`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agenticrun_workers.agents.chat_families import DEMANDING, AnswerReader, find_family
 from agenticrun_workers.agents.outside.formats import MAX_SPACES, AnswerFormat, check_schema
 from agenticrun_workers.agents.outside.messages import ApiError
 
@@ -173,6 +174,137 @@ def test_a_call_has_the_name_of_a_tool_and_its_arguments() -> None:
     strict_call = '<tool_call>{"name": "name it", "arguments": {"x"'
     assert form.read(strict_call).fits == len(strict_call) - 2
     assert form.read(call[: -len("</tool_call>")]).next == "\n</tool_call>"
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("add", "add_all")
+]
+
+
+FLAT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "side": {"enum": ["left", "right"]},
+        "more": {"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "null"}]},
+        "any": {},
+    },
+    "required": ["text", "count", "side"],
+    "additionalProperties": False,
+}
+VALUES: dict[str, Any] = {
+    "text": "a <b>\n\n</c>",
+    "count": -3,
+    "side": "left",
+    "more": [1, 2.5],
+    "any": "1",
+}
+TAGGED = [name for name in DEMANDING if getattr(find_family(name, "").call_text, "tags", None)]
+
+
+def tagged(family: str, arguments: dict[str, Any]) -> str:
+    how = find_family(family, "").call_text
+    assert how is not None
+    assert how.tags is not None
+    opening, begins, ends = how.tags
+    return "".join(
+        f"{opening}{key}{begins}{value if isinstance(value, str) else json.dumps(value)}{ends}"
+        for key, value in arguments.items()
+    )
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize("schema", [FLAT, FLAT | {"additionalProperties": True}, ANYTHING])
+@pytest.mark.parametrize("keys", [5, 4, 3])
+def test_arguments_in_tags_follow_the_schema(
+    family: str, schema: dict[str, Any], keys: int
+) -> None:
+    how = find_family(family, "").call_text
+    assert how is not None
+    form = AnswerFormat({"add": schema}, call_text=how)
+    values = dict([*VALUES.items()][:keys])
+    text = form.opening + tagged(family, values) + how.end
+    assert (form.read(text).complete, form.read(text + "x").fits) == (True, len(text))
+    for size in range(len(text)):
+        assert form.read(text[:size]).fits == size
+    tools = [{"type": "function", "function": {"name": "add", "parameters": FLAT}}]
+    read = AnswerReader(find_family(family, ""), "", "").read
+    (call,) = read(text, ended=True, tools=tools).calls
+    assert json.loads(call.arguments) == values
+    for size in range(len(form.opening), len(text)):
+        said = text[:size] + "<x"
+        while not (reading := form.read(said)).complete:
+            said = said[: reading.fits] + reading.next
+        parsed = read(said, ended=True, tools=tools)
+        assert parsed.problem is None
+        if schema is FLAT:
+            assert fits(parsed.calls[0].arguments, FLAT)
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"text": "x", "count": "many"}, "many"),
+        ({"text": "x", "count": 1, "side": "up"}, "up"),
+        ({"text": "x", "other": 1}, "other"),
+    ],
+)
+def test_an_argument_that_the_schema_does_not_have_leaves_the_format(
+    family: str, arguments: dict[str, Any], said: str
+) -> None:
+    form = AnswerFormat({"add": FLAT}, call_text=find_family(family, "").call_text)
+    text = form.opening + tagged(family, arguments)
+    assert text.index(said) <= form.read(text).fits < text.index(said) + len(said)
+
+
+@pytest.mark.parametrize("name", [name for name in DEMANDING if name not in TAGGED])
+def test_a_demanded_call_is_read_as_the_family_writes_it(name: str) -> None:
+    """Whatever is said, what the format writes makes it a call that the family's reader reads."""
+    family = find_family(name, "")
+    reader = AnswerReader(family, "", "")
+    for tools in (["add"], ["add", "add_all"]):
+        form = AnswerFormat(dict.fromkeys(tools, STRICT), call_text=family.call_text)
+        for wanted in tools:
+            assert family.call_text is not None
+            text = family.call_text.before_arguments(wanted) + ONE
+            assert text.startswith(form.opening)
+            whole = form.read(text + family.call_text.end + "more")
+            assert (whole.complete, whole.fits) == (True, len(text + family.call_text.end))
+            for size in range(len(text)):
+                assert form.read(text[:size]).fits == size
+            said = text[: len(form.opening)]
+            while not (reading := form.read(said)).complete:
+                said = said[: reading.fits] + reading.next
+            (call,) = reader.read(said, ended=True, tools=TOOLS).calls
+            assert call.name in tools
+            assert fits(call.arguments, STRICT)
+
+
+def test_reasoning_of_any_form_may_come_first() -> None:
+    form = AnswerFormat({"add": {"type": "object"}}, STRICT, reasoning=("", "</think>"))
+    assert form.opening == ""
+    for text in ("", "So {", "So {\n</thin"):
+        reading = form.read(text)
+        assert (reading.fits, reading.complete, reading.fixed) == (len(text), False, False)
+        assert form.read(text + reading.next).next == "{"
+    assert form.read(f"So\n</think>\n\n{ONE} and").fits == len(f"So\n</think>\n\n{ONE}")
+    assert AnswerFormat({"add": {}}, reasoning=("<think>", "</think>")).opening == ""
+
+
+@pytest.mark.parametrize("calls", [None, {"add": {"type": "object"}}])
+def test_an_answer_may_begin_with_reasoning_or_not(calls: Any) -> None:
+    form = AnswerFormat(calls, STRICT, reasoning=("<think>", "</think>"))
+    thought = "<think>\nSo {\n</think>\n\n"
+    for text in (ONE, thought + ONE):
+        assert (form.read(text + "x").fits, form.read(text).complete) == (len(text), True)
+    for size in range(len(thought)):
+        assert (form.read(thought[:size]).fits, form.read(thought[:size]).complete) == (size, False)
+    assert form.read("<thanks").fits < len("<thanks")
+    assert form.read("<thin").next == "k>"
+    assert form.read(f"{ONE[:5]}<think>").fits == 5
 
 
 def test_with_a_schema_and_tools_the_first_character_decides() -> None:

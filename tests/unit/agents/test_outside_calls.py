@@ -6,13 +6,15 @@ import asyncio
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import ClientSession
 
 from agenticrun_workers.agents import ChatFormat
 from agenticrun_workers.agents.outside.endpoint import serving
 from agenticrun_workers.agents.outside.messages import ApiError
-from agenticrun_workers.agents.outside.session import Policy, Session
+from agenticrun_workers.agents.outside.session import MAX_DRAFTS, Policy, Session
+from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 from byte_level import byte_level_tokenizer
 from outside_agents import (
     CHATML_WITH_TOOLS,
@@ -23,6 +25,7 @@ from outside_agents import (
     session,
     user,
 )
+from template_tokenizers import template_tokenizer, templates
 
 QWEN_XML = (
     "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
@@ -110,10 +113,26 @@ async def test_the_first_call_ends_an_answer_without_parallel_calls() -> None:
     assert len(choice["message"]["tool_calls"]) == 1
 
 
-async def test_calls_cannot_be_demanded_in_another_format_than_hermes() -> None:
-    with pytest.raises(ApiError, match="only in the format hermes, not in qwen_xml") as refused:
-        await chat(session_of(Says([])), [user("?")], tools=TOOLS, tool_choice="required")
+async def test_calls_cannot_be_demanded_in_a_syntax_of_their_own() -> None:
+    template = QWEN_XML.replace("<function=", "") + "{# <|tool_call_start|> #}"
+    with pytest.raises(ApiError, match="hermes, mistral, llama3, not in lfm2") as refused:
+        await chat(session_of(Says([]), template), [user("?")], tools=TOOLS, tool_choice="required")
     assert refused.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+async def test_a_call_in_xml_may_be_demanded_after_the_reasoning(strict: bool) -> None:
+    function = TOOLS[0]["function"] | {"strict": strict}
+    its = session_of(policy := Says([CALL, "So.\n</think>\n\n3."]))
+    tools = [{"type": "function", "function": function}]
+    choice = await chat(its, [user("1 + 2")], tools=tools, tool_choice="required")
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    assert choice["message"]["reasoning_content"] == "One and two."
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    await chat(its, [user("1 + 2"), choice["message"], result], tools=tools)
+    assert len(its.recorded.branches()) == 1
+    assert len(policy.asked) == 2
 
 
 @pytest.mark.parametrize(
@@ -193,3 +212,82 @@ def test_json_that_is_nested_too_deep_is_a_bad_request() -> None:
     status, body = asyncio.run(run())
     assert status == 400
     assert "nested too deep" in body["error"]["message"]
+
+
+MAY_THINK = "{# <think> #}" + CHATML_WITH_TOOLS
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+
+
+@pytest.mark.parametrize("thought", ["", THOUGHT])
+async def test_an_answer_in_a_format_may_begin_with_reasoning(thought: str) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    its = session_of(policy := Says([thought + call, thought + '{"sum": 3}']), MAY_THINK)
+    choice = await chat(its, [user("1 + 2")], tools=TOOLS, tool_choice="required")
+    assert len(choice["message"]["tool_calls"]) == 1
+    schema = {"type": "json_schema", "json_schema": {"schema": SUM}}
+    choice = await chat(its, [user("1 + 2")], response_format=schema)
+    assert choice["message"]["content"] == '{"sum": 3}'
+    assert choice["message"].get("reasoning_content") == ("Hm." if thought else None)
+    assert len(policy.asked) == 2
+
+
+SUM: dict[str, Any] = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer"}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("says", ['Hm.\n</think>\n\n{"sum": 3} so', "Hm."])
+async def test_an_answer_in_a_format_may_reason_where_the_prompt_begins_it(says: str) -> None:
+    its = session_of(policy := Says(lambda _: says))
+    schema = {"type": "json_schema", "json_schema": {"schema": SUM}}
+    message = (await chat(its, [user("1 + 2")], response_format=schema))["message"]
+    assert [*json.loads(message["content"])] == ["sum"]
+    assert message["reasoning_content"].startswith("Hm.")
+    assert len(policy.asked) == (1 if "sum" in says else MAX_DRAFTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("gptoss", "<|channel|>commentary to=functions.add <|constrain|>json<|message|>{}"),
+        ("llama3_1", '{"name": "add", "parameters": {}}'),
+        ("qwen3", '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'),
+    ],
+)
+async def test_a_call_may_be_demanded_of_each_family_that_writes_arguments_as_json(
+    name: str, call: str
+) -> None:
+    tokenizer = template_tokenizer(name, templates()[name])
+    its_chat = ChatFormat(tokenizer)
+
+    async def policy(request: GenerationRequest) -> Generation:
+        begun = its_chat.shown(request.prompt_tokens)
+        rest = next(call[size:] for size in range(len(call), -1, -1) if begun.endswith(call[:size]))
+        tokens_T = its_chat.answer(rest)
+        return Generation(
+            tokens_T, np.zeros(len(tokens_T), np.float32), tokens_T * 0, FinishReason.STOP
+        )
+
+    its = Session(Policy(tokenizer, its_chat, LIMITS, "policy"), EPISODE, policy)
+    described = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": described | {"strict": False}}]
+    choice = await chat(its, [user("?")], tools=tools, tool_choice="required")
+    (made,) = choice["message"]["tool_calls"]
+    assert made["function"] == {"name": "add", "arguments": "{}"}
+    result = {"role": "tool", "tool_call_id": made["id"], "content": "RESULT 3"}
+    await chat(its, [user("?"), choice["message"], result], tools=tools)
+    (branch,) = its.recorded.branches()
+    assert branch[0].valid
+    assert "RESULT 3" in its_chat.shown(branch[1].sampled.added_T)
+
+
+async def test_a_call_that_begins_as_json_does_is_not_demanded_beside_a_schema() -> None:
+    tokenizer = template_tokenizer("llama3_1", templates()["llama3_1"])
+    its = Session(Policy(tokenizer, ChatFormat(tokenizer), LIMITS, "policy"), EPISODE, Says([]))
+    schema = {"type": "json_schema", "json_schema": {"schema": SUM}}
+    with pytest.raises(ApiError, match="set tool_choice to required or none") as refused:
+        await chat(its, [user("?")], tools=TOOLS, response_format=schema)
+    assert refused.value.param == "response_format"

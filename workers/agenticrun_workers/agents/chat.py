@@ -43,6 +43,10 @@ KEPT_LENGTH = 1000
 """Longest message, in characters, whose tokens are kept: positions of games come again, the output
 of a tool hardly does. So many messages of this length take 22 MB with their tokens (ASCII)."""
 KEPT_TOOLS = 64
+KEPT_FORMATS = 16
+"""Number of formats with other variables of the template that are kept."""
+RENDERED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
+"""Variables of chat templates that each rendering sets (`spec.model.chatTemplateArgs`, too)."""
 
 _USER: Message = {"role": "user", "content": "?"}
 _ANSWER: Message = {"role": "assistant", "content": _MARKER}
@@ -79,14 +83,18 @@ class ChatFormat:
     Args:
         tokenizer: tokenizer with a chat template. `load_tokenizer` notes on it what else the run
             and its model say about the chat format (`ChatSettings`).
+        args: variables of the template, besides those of the run.
 
     Raises:
         ChatTemplateError: the template changes or hides an assistant's message, or cannot be
             rendered.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, args: Mapping[str, Any] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._args = dict(args or {})
         self._settings: ChatSettings = getattr(tokenizer, "chat_settings", None) or ChatSettings()
         self._added: dict[str, int] = tokenizer.get_added_vocab()
         self.template = template_text(tokenizer)
@@ -118,6 +126,9 @@ class ChatFormat:
         ]
         self._cached_next = lru_cache(KEPT_PROMPTS)(self._next)
         self._shows = lru_cache(KEPT_TOOLS)(self._renders_tools)
+        self._with_args = lru_cache(KEPT_FORMATS)(
+            lambda text: ChatFormat(self._tokenizer, json.loads(text))
+        )
 
     @property
     def reads_calls(self) -> bool:
@@ -133,6 +144,36 @@ class ChatFormat:
     def reasons(self) -> bool:
         """True if reasoning can be separated from the content of an answer."""
         return self._reader.reasons
+
+    def reads(self, name: str) -> bool:
+        """Return True if the chat template reads a variable of this name that may be set."""
+        return bool(
+            re.fullmatch(r"[A-Za-z_]\w*", name)
+            and name not in RENDERED
+            and re.search(rf"\b{name}\b", self.template)
+        )
+
+    def switches(self, name: str) -> bool:
+        """Return True if prompts depend on a variable of the template being true or false."""
+        if not self.reads(name):
+            return False
+        on, off = (
+            self.with_args({name: value}).render([_USER], prompt=True) for value in (True, False)
+        )
+        return on != off
+
+    def with_args(self, args: Mapping[str, Any]) -> ChatFormat:
+        """Return the format with these variables of the template, besides its own.
+
+        Raises:
+            ChatTemplateError: the template cannot be used with them.
+        """
+        return self._with_args(json.dumps({**self._args, **args}, sort_keys=True))
+
+    @property
+    def reasoning_texts(self) -> tuple[str, str] | None:
+        """Texts around reasoning; see `AnswerReader.reasoning_texts`."""
+        return self._reader.reasoning_texts
 
     def not_tokenised(self, what: str, texts: Sequence[str], env: object, error: Exception) -> str:
         """Return why texts have no tokens, and what to do.
@@ -427,12 +468,14 @@ class ChatFormat:
     def _apply(
         self, messages: Sequence[Message], *, prompt: bool, tools: Tools = (), **args: Any
     ) -> str:
+        shown, head = [*tools] or None, self._settings.head
+        if self._args:
+            # The variables of the run are set where the template begins: these come after them.
+            template = self._tokenizer.get_chat_template(tools=shown).removeprefix(head)
+            own = "".join(f"{{% set {name} = request_args['{name}'] %}}" for name in self._args)
+            args |= {"chat_template": f"{head}{own}{template}", "request_args": self._args}
         text: str = self._tokenizer.apply_chat_template(
-            [*messages],
-            tools=[*tools] or None,
-            tokenize=False,
-            add_generation_prompt=prompt,
-            **args,
+            [*messages], tools=shown, tokenize=False, add_generation_prompt=prompt, **args
         )
         return text
 

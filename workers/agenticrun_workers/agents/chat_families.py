@@ -29,7 +29,8 @@ NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 """Names of functions that every client can send back."""
 
 TEXT = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
-THINK = TEXT | {"open_pattern": r"\A\s{0,16}<think>", "close": "</think>"}
+THINK_START, THINK_END = "<think>", "</think>"
+THINK = TEXT | {"open_pattern": rf"\A\s{{0,16}}{THINK_START}", "close": THINK_END}
 """Only the beginning of an answer is reasoning: later marks are content."""
 JSON_CALLS = {"repeats": True, "content": "json", "transform": {"function": "{content}"}}
 NAMED = {"function": {"name": "{name}", "arguments": "{content}"}}
@@ -69,6 +70,23 @@ def _tagged(opening: str, end: str, *, lines: bool = False, **more: Any) -> dict
 
 
 @dataclass(frozen=True, slots=True)
+class CallText:
+    """Form of a call: start, name, between, arguments, end."""
+
+    start: str
+    between: str
+    end: str
+    quoted: bool = True
+    """True if name and arguments are members of a JSON object, which may have other spaces."""
+    tags: tuple[str, str, str] | None = None
+    """Texts before and after an argument's name, and after its value. None: arguments are JSON."""
+
+    def before_arguments(self, name: str) -> str:
+        """Return what a call of this name begins with."""
+        return f"{self.start}{json.dumps(name) if self.quoted else name}{self.between}"
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One way to write calls and reasoning."""
 
@@ -85,6 +103,8 @@ class Family:
     """Texts around calls that are neither calls nor content."""
     argument: tuple[str, str] | None = None
     """Pattern of the beginning of an argument, and the text that ends it."""
+    call_text: CallText | None = None
+    """Form of a call that a request demands. None: it cannot be demanded."""
 
 
 _MARKS = {
@@ -98,6 +118,7 @@ HERMES = Family(
     {CALLS: JSON_CALLS | {"open": "<tool_call>", "close": "</tool_call>"}},
     "</tool_call>",
     "<tool_call>",
+    call_text=CallText('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>"),
 )
 FAMILIES = (
     Family(
@@ -123,6 +144,12 @@ FAMILIES = (
             OUTSIDE: TEXT,
         },
         dropped=("<|start|>assistant", "<|end|>"),
+        call_text=CallText(
+            "<|channel|>commentary to=functions.",
+            " <|constrain|>json<|message|>",
+            "",
+            quoted=False,
+        ),
     ),
     Family(
         "muse",
@@ -178,6 +205,12 @@ FAMILIES = (
         _MARKS["calls▁end"],
         _MARKS["call▁begin"],
         (_MARKS["calls▁begin"], _MARKS["calls▁end"]),
+        call_text=CallText(
+            f"{_MARKS['calls▁begin']}{_MARKS['call▁begin']}function{_MARKS['sep']}",
+            "\n```json\n",
+            f"\n```{_MARKS['call▁end']}{_MARKS['calls▁end']}",
+            quoted=False,
+        ),
     ),
     Family(
         "lfm2",
@@ -207,6 +240,13 @@ FAMILIES = (
         "</tool_call>",
         "<tool_call>",
         argument=(GLM_ARGUMENT, "</arg_value>"),
+        call_text=CallText(
+            "<tool_call>",
+            "\n",
+            "</tool_call>",
+            quoted=False,
+            tags=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        ),
     ),
     Family(
         "qwen_xml",
@@ -223,6 +263,13 @@ FAMILIES = (
         "</tool_call>",
         "<tool_call>",
         argument=(XML_ARGUMENT, "</parameter>"),
+        call_text=CallText(
+            "<tool_call>\n<function=",
+            ">\n",
+            "</function>\n</tool_call>",
+            quoted=False,
+            tags=("<parameter=", ">\n", "\n</parameter>\n"),
+        ),
     ),
     HERMES,
     Family(
@@ -230,6 +277,7 @@ FAMILIES = (
         r"\[TOOL_CALLS\]",
         {CALLS: {"open": "[TOOL_CALLS]", "content": "json", "repeats": True}},
         opening="[TOOL_CALLS]",
+        call_text=CallText('[TOOL_CALLS][{"name": ', ', "arguments": ', "}]"),
     ),
     Family(
         "llama3",
@@ -241,12 +289,15 @@ FAMILIES = (
                 r'(?=\s{0,16}\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:)'
             }
         },
+        call_text=CallText('{"name": ', ', "parameters": ', "}"),
     ),
 )
 """In the order in which a template is compared with them: the most specific first."""
 NO_TOOLS = Family("text", "", {})
 """Answers are text, and reasoning in `<think>` if the template has such marks."""
 NAMES = (*(family.name for family in FAMILIES), NO_TOOLS.name)
+DEMANDING = tuple(family.name for family in FAMILIES if family.call_text is not None)
+"""Families whose calls a request can demand."""
 
 
 def find_family(name: str, template: str) -> Family:
@@ -306,6 +357,9 @@ class AnswerReader:
         self._compiled: ResponseTemplate = load_response_template(spec)
         self.reads_calls = CALLS in self._compiled.fields
         self.reasons = any(name in self._compiled.fields for name in (REASONING, "thinking"))
+        self.reasoning_texts = self._reasoning_texts()
+        """Texts around the reasoning that an answer may begin with, if it is known. The first is
+        empty where each prompt begins it."""
         self._begun = self.prompt if self.own else self._opened()
         self._ends_calls = self.family.call_end is None
 
@@ -321,6 +375,13 @@ class AnswerReader:
         """Return the reasoning that each prompt begins, or an empty text."""
         at = self.prompt.rfind("<think>")
         return self.prompt[at:] if at >= 0 and "</think>" not in self.prompt[at:] else ""
+
+    def _reasoning_texts(self) -> tuple[str, str] | None:
+        if self._opened():
+            return "", THINK_END
+        closed = THINK_END in self.prompt
+        known = self.own is None and REASONING not in self.family.fields
+        return (THINK_START, THINK_END) if known and self.reasons and not closed else None
 
     def read(self, text: str, *, ended: bool, tools: Tools = ()) -> ParsedAnswer:
         """Return the parts of an answer.

@@ -1,4 +1,4 @@
-"""`agenticrun serve`: answer OpenAI-compatible requests with the policy of a checkpoint."""
+"""`agenticrun serve`: answer requests of OpenAI's and Anthropic's clients with a policy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def serve(
     ] = None,
     changes: Changes = None,
 ) -> None:
-    """Serve a policy at /v1/chat/completions, /v1/completions and /v1/responses.
+    """Serve a policy at /v1/chat/completions, /v1/responses, /v1/messages and /v1/completions.
 
     Requests may choose temperature, top_p, top_k, min_p and seed. Nothing is recorded. The engine
     is that of the run (--set pipeline.actorInfer.strategy.name=vllm chooses another).

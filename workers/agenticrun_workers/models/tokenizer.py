@@ -122,7 +122,7 @@ def _with_chat(
     else:
         tokenizer.chat_template = head + template
     settings = ChatSettings(
-        chat.format, _generation_ends(source), source.path or "", chat.template is not None
+        chat.format, _generation_ends(source), source.path or "", chat.template is not None, head
     )
     setattr(tokenizer, "chat_settings", settings)  # noqa: B010 (no attribute of the class)
     return tokenizer

@@ -342,8 +342,8 @@ def command_program(command: Sequence[str]) -> Program:
     """Return a program that runs a command in the current folder.
 
     Relative paths of files in the run's code folder become absolute. The command gets these
-    environment variables: OPENAI_BASE_URL, OPENAI_API_KEY, AGENTICRUN_REWARD_URL and
-    AGENTICRUN_TASK (JSON).
+    environment variables: OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY,
+    AGENTICRUN_REWARD_URL and AGENTICRUN_TASK (JSON).
     """
     program, *arguments = command
     is_installed = "/" not in program and shutil.which(program) is not None
@@ -353,6 +353,8 @@ def command_program(command: Sequence[str]) -> Program:
         own = {
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": task.api_key,
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": task.api_key,
             "AGENTICRUN_REWARD_URL": task.reward_url,
             "AGENTICRUN_TASK": json.dumps(task.body),
         }

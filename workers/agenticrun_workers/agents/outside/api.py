@@ -1,5 +1,7 @@
 """Requests and responses in the format of OpenAI's API.
 
+`ChatRequest` and `Response` are the one form that the session works with. The other dialects
+(`responses`, `anthropic_messages`) translate to and from it.
 Every parameter of a request is either supported or refused by name; none is ignored.
 """
 
@@ -21,7 +23,7 @@ from agenticrun_workers.agents.outside.messages import (
     refused,
 )
 from agenticrun_workers.agents.queued_types import MAX_SAMPLES, OWNED
-from agenticrun_workers.types import FinishReason, Generation
+from agenticrun_workers.types import FinishReason, Generation, IntArray
 
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 """Accepted parameters that by definition do not change an answer."""
@@ -41,6 +43,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 CHAT_ONLY = ("store", "modalities", "top_logprobs")
 COMPLETION_ONLY = ("echo", "suffix")
+STREAM_OPTIONS = ("include_usage", "include_obfuscation")
+"""The second one has no effect: no chunk has padding."""
 MAX_STOPS = 16
 
 
@@ -55,11 +59,13 @@ class RequestOptions:
     logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
+    token_ids: bool = False
+    """True if the response has the tokens of the prompt and of the answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """Request to `/v1/chat/completions`."""
+    """Request for an answer to a conversation, in any dialect."""
 
     options: RequestOptions
     messages: tuple[ChatMessage, ...]
@@ -70,6 +76,12 @@ class ChatRequest:
     """True if the answer ends after its first tool call."""
     form: AnswerFormat | None = None
     """Format that the answer must have."""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+    effort: str | None = None
+    """Amount of reasoning, if the chat template can say it; none: the policy shall not reason."""
+    thinks: bool | None = None
+    """True if the policy shall think, False if not. None = as the run does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +108,15 @@ def chat_request(body: Any, limits: AgentLimits, model: str) -> ChatRequest:
         raise refused("tools", "a list of {type: function, function: {...}} is expected")
     choice = fields.take("tool_choice") or "auto"
     wanted = answer_format(tools, choice, fields.take("response_format"))
+    effort = fields.take("reasoning_effort")
+    if effort is not None and not isinstance(effort, str):
+        raise refused("reasoning_effort", f"must be a text, such as low, not {effort!r}")
+    template_args = fields.take("chat_template_kwargs") or {}
+    check_unicode(template_args, "chat_template_kwargs")
+    if not isinstance(template_args, Mapping):
+        raise refused(
+            "chat_template_kwargs", "an object with variables of the template is expected"
+        )
     parallel = fields.take("parallel_tool_calls")
     if parallel not in (None, True, False):
         raise refused("parallel_tool_calls", f"must be true or false, not {parallel!r}")
@@ -108,7 +129,16 @@ def chat_request(body: Any, limits: AgentLimits, model: str) -> ChatRequest:
     options = fields.request_options(limits, max_tokens or older, logprobs)
     fields.end((*NEUTRAL.keys() - set(COMPLETION_ONLY),))
     calls = bool(tools) and choice != "none"
-    return ChatRequest(options, messages, tuple(tools), calls, calls and parallel is False, wanted)
+    return ChatRequest(
+        options,
+        messages,
+        tuple(tools),
+        calls,
+        calls and parallel is False,
+        wanted,
+        template_args,
+        effort,
+    )
 
 
 def answer_format(
@@ -266,12 +296,15 @@ class _Fields:
             raise refused("n", f"must be at most {MAX_SAMPLES}, not {n}")
         stream = self.flag("stream")
         options = self.take("stream_options") or {}
-        if (
-            not isinstance(options, Mapping)
-            or options.keys() - {"include_usage"}
-            or (options and not stream)
-        ):
-            raise refused("stream_options", "include_usage is known, for requests with stream")
+        if not isinstance(options, Mapping) or (options and not stream):
+            raise refused("stream_options", "is an object for requests with stream: leave it out")
+        for name, value in options.items():
+            if name not in STREAM_OPTIONS or value not in (None, True, False):
+                raise refused(
+                    f"stream_options.{name}",
+                    f"{value!r} is not supported: {' and '.join(STREAM_OPTIONS)} may be true or "
+                    "false",
+                )
         return RequestOptions(
             n,
             max_tokens,
@@ -280,6 +313,7 @@ class _Fields:
             logprobs,
             stream,
             bool(options.get("include_usage")),
+            self.flag("return_token_ids"),
         )
 
     def _stop(self) -> tuple[str, ...]:
@@ -300,7 +334,7 @@ class _Fields:
                 if value not in NEUTRAL[name]:
                     raise refused(
                         name,
-                        f"{value!r} is not supported by the run's engines",
+                        f"{value!r} is not supported by the run's engines: leave it out",
                         "unsupported_value",
                     )
             elif name not in LABELS:
@@ -318,6 +352,8 @@ class Choice:
     generation: Generation
     pieces: list[bytes]
     """Bytes of each token of the answer; empty if no log-probs are asked for."""
+    stop_text: str | None = None
+    """The stop text of the request that ended the answer."""
 
     @property
     def finish_reason(self) -> str:
@@ -362,16 +398,16 @@ class Response:
     created: int
     model: str
     options: RequestOptions
-    prompt_tokens: int
+    prompt_T: IntArray
     choices: list[Choice] = field(default_factory=list)
 
     @property
     def usage(self) -> dict[str, int]:
         sampled = sum(len(choice.generation.tokens_T) for choice in self.choices)
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": len(self.prompt_T),
             "completion_tokens": sampled,
-            "total_tokens": self.prompt_tokens + sampled,
+            "total_tokens": len(self.prompt_T) + sampled,
         }
 
     def chat_body(self) -> dict[str, Any]:
@@ -382,10 +418,12 @@ class Response:
                 "message": choice.message.body | {"refusal": None},
                 "finish_reason": choice.finish_reason,
                 "logprobs": choice.chat_logprobs if self.options.logprobs else None,
+                **self._tokens_of(choice),
             }
             for choice in self.choices
         ]
-        return self._body("chat.completion", choices) | {"usage": self.usage}
+        body = self._body("chat.completion", choices) | {"usage": self.usage}
+        return body | self._prompt_tokens
 
     def chat_chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the response as `chat.completion.chunk` objects.
@@ -405,8 +443,10 @@ class Response:
                 "delta": delta,
                 "finish_reason": None,
                 "logprobs": logprobs,
+                **self._tokens_of(choice),
             }
-            yield self._chunk("chat.completion.chunk", [said])
+            tokens = self._prompt_tokens if choice is self.choices[0] else {}
+            yield self._chunk("chat.completion.chunk", [said]) | tokens
             over = {
                 "index": choice.index,
                 "delta": {},
@@ -434,7 +474,19 @@ class Response:
             "text": choice.message.content,
             "finish_reason": choice.finish_reason,
             "logprobs": choice.text_logprobs if self.options.logprobs else None,
+            **self._prompt_tokens,
+            **self._tokens_of(choice),
         }
+
+    @property
+    def _prompt_tokens(self) -> dict[str, Any]:
+        """The tokens of the prompt under vLLM's name, if they are asked for."""
+        return {"prompt_token_ids": self.prompt_T.tolist()} if self.options.token_ids else {}
+
+    def _tokens_of(self, choice: Choice) -> dict[str, Any]:
+        """Return the tokens of an answer under vLLM's name, if they are asked for."""
+        tokens_T = choice.generation.tokens_T
+        return {"token_ids": tokens_T.tolist()} if self.options.token_ids else {}
 
     def _usage_chunk(self, kind: str) -> Iterator[dict[str, Any]]:
         if self.options.include_usage:

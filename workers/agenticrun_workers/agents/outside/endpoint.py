@@ -1,4 +1,4 @@
-"""OpenAI-compatible endpoint of an env worker.
+"""OpenAI- and Anthropic-compatible endpoint of an env worker.
 
 One server serves all episodes of an env worker, each below a secret path. It listens only while
 episodes of outside agents are running.
@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
+from agenticrun_workers.agents.outside.anthropic_messages import error_body
 from agenticrun_workers.agents.outside.messages import ApiError
 from agenticrun_workers.agents.outside.session import Session
 
@@ -33,7 +34,10 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 SECRET_BYTES = 24
 ANY_KEY = "none"
 """API key where any key works."""
-PATHS = "chat/completions, responses, completions and models"
+PATHS = "chat/completions, responses, messages, completions and models"
+ANTHROPIC = "/v1/messages"
+THREAD = "X-Session-ID"
+"""Header with the name of a conversation."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -128,6 +132,8 @@ class Endpoint:
             web.post(f"{prefix}/v1/chat/completions", self._chat),
             web.post(f"{prefix}/v1/completions", self._completions),
             web.post(f"{prefix}/v1/responses", self._responses),
+            web.post(f"{prefix}{ANTHROPIC}", self._messages),
+            web.post(f"{prefix}{ANTHROPIC}/count_tokens", self._count_tokens),
             web.get(f"{prefix}/v1/models", self._models),
             web.get(f"{prefix}/v1/models/{{model:.+}}", self._model),
             web.post(f"{prefix}/reward", self._reward),
@@ -154,27 +160,28 @@ class Endpoint:
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return all errors in the API's format."""
+        """Return all errors in the format of the request's API."""
         try:
             async with self._admitted(request):
                 return await handler(request)
         except ApiError as error:
-            return web.json_response(error.body, status=error.status)
+            return _refusal(request, error)
         except web.HTTPException as error:
             path = request.path_qs.partition("/v1/")[2] or request.path
             message = f"{request.method} {path}: {error.reason} (known under /v1: {PATHS})"
-            return web.json_response(ApiError(error.status, message).body, status=error.status)
+            if path.startswith(ANTHROPIC[1:]):
+                message += ". Anthropic's clients add /v1 to their base_url: leave it out there"
+            return _refusal(request, ApiError(error.status, message))
         except Exception:
             log.exception("a request to the endpoint failed")
-            return web.json_response(
-                ApiError(500, "internal error; see the log of the server").body, status=500
-            )
+            return _refusal(request, ApiError(500, "internal error; see the log of the server"))
 
     def _check_token(self, request: web.Request, token: str | None) -> None:
         """Raise `ApiError` if there is a token and the request does not have it."""
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if token is not None and not (
-            scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), token.encode())
+        keys = [request.headers.get("x-api-key", ""), given if scheme.lower() == "bearer" else ""]
+        if token is not None and not any(
+            hmac.compare_digest(key.encode(), token.encode()) for key in keys
         ):
             raise ApiError(
                 401,
@@ -183,22 +190,33 @@ class Endpoint:
             )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        response = await self._session(request).chat(await _json(request))
+        response = await self._session(request).chat(await _json(request), _thread(request))
         if response.options.stream:
             return await _stream(request, response.chat_chunks())
         return web.json_response(response.chat_body())
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        response = await self._session(request).complete(await _json(request))
+        response = await self._session(request).complete(await _json(request), _thread(request))
         if response.options.stream:
             return await _stream(request, response.text_chunks())
         return web.json_response(response.text_body())
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        responded = await self._session(request).respond(await _json(request))
+        responded = await self._session(request).respond(await _json(request), _thread(request))
         if responded.streams:
             return await _stream(request, responded.events())
         return web.json_response(responded.body())
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        answered = await self._session(request).messages(await _json(request), _thread(request))
+        if answered.streams:
+            return await _stream(request, answered.events())
+        return web.json_response(answered.body())
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        body = await _json(request)
+        size = self._session(request).count_tokens(body, _thread(request))
+        return web.json_response({"input_tokens": size})
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"object": "list", "data": [_model_body(self._session(request))]})
@@ -232,6 +250,15 @@ def _model_body(session: Session) -> dict[str, Any]:
     return {"id": session.policy.model, "object": "model", "created": 0, "owned_by": "agenticrun"}
 
 
+def _refusal(request: web.Request, error: ApiError) -> web.StreamResponse:
+    body = error_body(error) if ANTHROPIC in request.path else error.body
+    return web.json_response(body, status=error.status)
+
+
+def _thread(request: web.Request) -> str | None:
+    return request.headers.get(THREAD)
+
+
 async def _json(request: web.Request) -> Any:
     try:
         return json.loads(await request.read())
@@ -242,7 +269,7 @@ async def _json(request: web.Request) -> Any:
 
 
 async def _stream(request: web.Request, chunks: Iterable[dict[str, Any]]) -> web.StreamResponse:
-    """Send chunks as server-sent events. Those of `/v1/responses` have names, and no `[DONE]`."""
+    """Send chunks as server-sent events. Those with a type have it as name, and no `[DONE]`."""
     stream = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )

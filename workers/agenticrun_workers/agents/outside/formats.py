@@ -7,10 +7,12 @@ which text would follow. `session` samples with that; the engines do not know fo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agenticrun_workers.agents.chat_families import HERMES, CallText
 from agenticrun_workers.agents.outside.messages import refused
 
 SPACE = " \t\n\r"
@@ -70,31 +72,55 @@ class AnswerFormat:
     """Schema of the arguments of each tool that may be called; None = no tool call."""
     schema: Schema | None = None
     """Schema of the JSON value; None = no JSON value."""
+    call_text: CallText | None = HERMES.call_text
+    """Form of a call in the policy's family."""
+    reasoning: tuple[str, str] | None = None
+    """Texts around reasoning of any form, with which an answer may begin. Where the first is empty,
+    every answer begins with reasoning."""
 
     @property
     def opening(self) -> str:
         """Beginning of every valid answer, as far as it is known."""
-        if self.calls is None or self.schema is not None:
+        if self.calls is None or self.schema is not None or self.reasoning:
             return ""
-        return CALL_OPENING + (
-            f'{json.dumps(next(iter(self.calls)))}, "arguments": ' if len(self.calls) == 1 else '"'
-        )
+        assert self.call_text is not None
+        if len(self.calls) == 1:
+            return self.call_text.before_arguments(next(iter(self.calls)))
+        return self.call_text.start + ('"' if self.call_text.quoted else "")
 
     def read(self, text: str) -> Reading:
         """Return how far a text keeps to the format."""
-        reader = _Reader(text, self.schema)
+        begins, ends = self.reasoning or (None, "")
+        said = text.lstrip()
+        if begins is None or not said.startswith(begins):
+            reading = self._read(text, 0)
+            if begins and said and reading.fits < len(text) and begins.startswith(said):
+                return Reading(len(text), False, begins[len(said) :], False)
+            return reading
+        place = text.find(ends)
+        if place < 0:
+            return Reading(len(text), False, f"\n{ends}\n\n", False)
+        return self._read(text, place + len(ends))
+
+    def _read(self, text: str, start: int) -> Reading:
+        """Return how far a text keeps to the format from a place on."""
+        reader = _Reader(text, self.schema, start)
         try:
             reader.skip_space()
-            if self.calls is not None and (self.schema is None or reader.sees("<")):
-                reader.call(self.calls)
+            if self._wants_call(reader):
+                assert self.calls is not None
+                assert self.call_text is not None
+                reader.call(self.calls, self.call_text)
             else:
                 reader.value(self.schema)
         except _Stop as stop:
             return Reading(stop.at, False, stop.next, stop.fixed)
         return Reading(reader.at, True, "", True)
 
-
-CALL_OPENING = '<tool_call>\n{"name": '
+    def _wants_call(self, reader: _Reader) -> bool:
+        if self.calls is None or self.call_text is None:
+            return False
+        return self.schema is None or reader.sees(self.call_text.start[0])
 
 
 class _Stop(Exception):
@@ -108,8 +134,8 @@ class _Stop(Exception):
 class _Reader:
     """Reads values from a text. Its methods raise `_Stop` at the end of what fits."""
 
-    def __init__(self, text: str, root: Schema) -> None:
-        self.at = 0
+    def __init__(self, text: str, root: Schema, start: int) -> None:
+        self.at = start
         self._text = text
         self._root = root
         self._depth = 0
@@ -123,23 +149,107 @@ class _Reader:
         while self.at < end and self.sees(SPACE):
             self.at += 1
 
-    def call(self, calls: Mapping[str, Schema]) -> None:
-        """Read a tool call in the format of Hermes."""
-        self._literal("<tool_call>")
-        self._mark("{")
-        self._mark('"name"')
-        self._mark(":")
-        self.skip_space()
-        name = json.loads(self._one_of([json.dumps(name) for name in calls], ', "arguments": '))
-        self._mark(",")
-        self._mark('"arguments"')
-        self._mark(":")
-        self.skip_space()
+    def call(self, calls: Mapping[str, Schema], how: CallText) -> None:
+        """Read a tool call."""
+        if how.quoted:
+            self._words(how.start)
+            self.skip_space()
+            name = json.loads(self._one_of([json.dumps(each) for each in calls], how.between))
+            self._words(how.between)
+            self.skip_space()
+        else:
+            self._literal(how.start)
+            found = self._one_of([each + how.between for each in calls])
+            name = found.removesuffix(how.between)
         self._root = calls[name]
+        if how.tags is not None:
+            self._tagged(calls[name], how.tags, how.end)
+            return
         self.value(calls[name])
-        self.skip_space()
-        self._mark("}")
-        self._literal("</tool_call>", "\n")
+        if how.quoted:
+            self._words(how.end)
+        else:
+            self._literal(how.end)
+
+    def _tagged(self, schema: Schema, tags: tuple[str, str, str], end: str) -> None:
+        """Read arguments that are text between tags, and the end of the call."""
+        opening, begins, ends = tags
+        schema = self._meant(schema)
+        known: Mapping[str, Schema] = schema.get("properties", {})
+        others = schema.get("additionalProperties", True)
+        missing = list(schema.get("required", ()))
+        left = [*missing, *(key for key in known if key not in missing)]
+        while True:
+            wanted = [opening] if others is not False else [opening + key + begins for key in left]
+            found = self._one_of([*([] if missing else [end]), *wanted])
+            if found == end:
+                return
+            if others is False:
+                key = found.removeprefix(opening).removesuffix(begins)
+            else:
+                key = self._tag_name(missing[0] if missing else "key", begins)
+            left = [each for each in left if each != key]
+            missing = [each for each in missing if each != key]
+            self._tag_value(self._meant(known.get(key, others)), opening, ends)
+
+    def _tag_name(self, default: str, begins: str) -> str:
+        """Read the name of any argument, and the text after it."""
+        start = self.at
+        while self.at < len(self._text) and not self.sees("<>\n"):
+            self.at += 1
+        if self.at == start:
+            raise _Stop(start, default + begins)
+        name = self._text[start : self.at]
+        self._literal(begins)
+        return name
+
+    def _tag_value(self, schema: Schema, opening: str, ends: str) -> None:
+        """Read the value of an argument and the text after it. Texts stand there as they are."""
+        if "enum" in schema or "const" in schema:
+            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            written = [
+                each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+                for each in values
+            ]
+            self._one_of([each + ends for each in written])
+            return
+        kinds = self._kinds(schema)
+        if kinds and "string" not in kinds:
+            self.value(schema)
+            self._literal(ends)
+            return
+        close, start = ends.strip(), self.at
+        places = {mark: self._text.find(mark, start) for mark in (close, opening)}
+        found = [(place, mark) for mark, place in places.items() if place >= 0]
+        if not found:
+            raise _Stop(len(self._text), ends)
+        place, mark = min(found)
+        before, after = ends[: ends.index(close)], ends[ends.index(close) + len(close) :]
+        if mark == opening or not self._text[start:place].endswith(before):
+            raise _Stop(place + len(mark) - 1, ends)
+        self.at = place + len(close)
+        self._literal(after)
+
+    def _meant(self, schema: Schema) -> Schema:
+        """Return the schema that a schema refers to."""
+        for _ in range(MAX_DEPTH):
+            if schema is True:
+                return {}
+            if "$ref" in schema:
+                schema = resolved(self._root, schema["$ref"])
+            elif "allOf" in schema:
+                schema = schema["allOf"][0]
+            else:
+                break
+        return schema
+
+    def _kinds(self, schema: Schema) -> list[str]:
+        """Return the types that a value may have; none if it may have any."""
+        if "anyOf" in schema:
+            found = [self._kinds(self._meant(each)) for each in schema["anyOf"]]
+            return [kind for kinds in found for kind in kinds] if all(found) else []
+        kinds = schema.get("type", [])
+        return [kinds] if isinstance(kinds, str) else [*kinds]
 
     def value(self, schema: Schema) -> None:
         """Read one value of the schema."""
@@ -307,10 +417,15 @@ class _Reader:
         self.skip_space()
         self._literal(mark)
 
+    def _words(self, text: str) -> None:
+        """Read a part of a JSON object, with other spaces than the text has, too."""
+        for spaces, word in re.findall(r"(\s*)([{}:,]|[^\s{}:,]+)", text):
+            start = self.at
+            self.skip_space()
+            self._literal(word, spaces if self.at - start < MAX_SPACES else "")
+
     def _literal(self, literal: str, before: str = "") -> None:
         """Read a fixed text. `before` is written before it, if anything is."""
-        if before:
-            self.skip_space()
         size = _common(self._text, self.at, literal)
         if size < len(literal):
             spaces = before if not size else ""

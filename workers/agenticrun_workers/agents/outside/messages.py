@@ -42,6 +42,24 @@ def refused(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
+def renamed(error: ApiError, params: Sequence[tuple[str, str]], conversation: str) -> ApiError:
+    """Return the error of a chat request with the names of another dialect.
+
+    Args:
+        error: of the chat request.
+        params: names of places in a chat request, and those in the client's request.
+        conversation: the client's name of the messages. It stands without a number, because the
+            messages of the chat are not numbered as the client's are.
+    """
+    message, place = str(error), error.param
+    if place is not None:
+        for chat, own in params:
+            place = place.replace(chat, own)
+        message = message.replace(str(error.param), place, 1)
+        place = conversation if place.startswith(conversation) else place
+    return ApiError(error.status, message, param=place, code=error.code)
+
+
 KEYS = {
     "system": {"content"},
     "user": {"content"},

@@ -27,6 +27,7 @@ RENAMED = {
     "top_logprobs": "top_logprobs",
     "service_tier": "service_tier",
     "store": "store",
+    "chat_template_kwargs": "chat_template_kwargs",
     **dict(zip(LABELS, LABELS, strict=True)),
 }
 """Parameters that chat completions have, too, and their names there."""
@@ -34,7 +35,6 @@ RENAMED = {
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
-    "reasoning": ({},),
     "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
 }
 """Parameters without an effect here, with the values for which nothing is missing."""
@@ -45,6 +45,7 @@ IGNORED_IN_ITEMS = ("type", "id", "status", "phase")
 """Keys of an item that say nothing to the policy."""
 
 PARAMS = (
+    ("reasoning_effort", "reasoning.effort"),
     ("response_format.json_schema.schema", "text.format.schema"),
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -80,6 +81,7 @@ def chat_body(body: Any) -> dict[str, Any]:
         chat["tool_choice"] = _tool_choice(choice)
     if text := left.pop("text", None):
         chat["response_format"] = _response_format(text)
+    chat["reasoning_effort"] = _effort(left.pop("reasoning", None))
     include = left.pop("include", None) or []
     if not isinstance(include, list):
         raise refused("include", "a list is expected", "invalid_type")
@@ -98,22 +100,20 @@ def chat_body(body: Any) -> dict[str, Any]:
             )
         elif _without_none(value) not in NEUTRAL[name]:
             raise refused(
-                name, f"{value!r} is not supported by the run's engines", "unsupported_value"
+                name,
+                f"{value!r} is not supported by the run's engines: leave it out",
+                "unsupported_value",
             )
     return chat
 
 
-def renamed(error: ApiError) -> ApiError:
-    """Return the error of a chat request with the names of the Responses API."""
-    message, param = str(error), error.param
-    if param is not None:
-        place = param
-        for theirs, ours in PARAMS:
-            place = place.replace(theirs, ours)
-        message = message.replace(param, place)
-        # the messages of a chat are not numbered as the items of the input are
-        param = "input" if place.startswith("input") else place
-    return ApiError(error.status, message, param=param, code=error.code)
+def _effort(reasoning: Any) -> Any:
+    if not isinstance(reasoning, Mapping | None):
+        raise refused("reasoning", "{effort: ...} is expected")
+    for name, value in (reasoning or {}).items():
+        if name != "effort" and value is not None:
+            raise refused(f"reasoning.{name}", "is not supported: leave it out")
+    return (reasoning or {}).get("effort")
 
 
 def _without_none(value: Any) -> Any:

@@ -3,7 +3,8 @@
 A client sends its whole conversation with every request. The longest part that ends with a recorded
 answer is replaced by the recorded tokens, and only the rest is tokenised. So no sampled text is
 tokenised again, and the answers form a tree: a conversation that is repeated or changed half-way is
-a fork, and one with a different beginning is a root.
+a fork, and one with a different beginning is a root. Clients that name their conversations
+(`X-Session-ID`) have a tree for each name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import re
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +25,8 @@ import numpy as np
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate, answered
 from agenticrun_workers.agents.chat import ChatFormat
-from agenticrun_workers.agents.chat_families import HERMES, ParsedAnswer
+from agenticrun_workers.agents.chat_families import DEMANDING, ParsedAnswer
+from agenticrun_workers.agents.outside import anthropic_messages, responses
 from agenticrun_workers.agents.outside.api import (
     ChatRequest,
     Choice,
@@ -39,8 +41,9 @@ from agenticrun_workers.agents.outside.messages import (
     ChatMessage,
     answer_message,
     refused,
+    renamed,
 )
-from agenticrun_workers.agents.outside.responses import Responded, chat_body, renamed
+from agenticrun_workers.agents.outside.template_args import template_args
 from agenticrun_workers.agents.outside.token_bytes import UNFINISHED, token_bytes
 from agenticrun_workers.agents.sampled_tree import Sampled
 from agenticrun_workers.envs import EnvFault
@@ -74,11 +77,30 @@ class Answer:
     """True if its tool calls could be parsed, and it is no draft."""
     draft_of: Answer | None = None
     """The answer that the client got instead, because this one left the request's format."""
+    thread: str | None = None
+    """Name of its conversation, if the client has one (`X-Session-ID`)."""
 
     @property
     def sampled_any(self) -> bool:
         """False if the endpoint wrote all that came after the last draft."""
         return len(self.sampled.generation.tokens_T) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Properties of a conversation besides its messages. Answers are continued with equal ones."""
+
+    chat: ChatFormat
+    """The format with these arguments of the template."""
+    tools: Tools = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    thread: str | None = None
+    """Name of the conversation, if the client has one (`X-Session-ID`)."""
+
+    @property
+    def key(self) -> str:
+        """Text that is equal for equal settings."""
+        return json.dumps([[*self.tools], self.template_args, self.thread], sort_keys=True)
 
 
 class RecordedAnswers:
@@ -92,7 +114,7 @@ class RecordedAnswers:
         self._of_texts: list[tuple[str, Answer]] = []
 
     def chat_prompt(
-        self, messages: Sequence[ChatMessage], tools: Tools
+        self, messages: Sequence[ChatMessage], setting: Setting
     ) -> tuple[IntArray, Answer | None]:
         """Return the tokens of a conversation, with the sampled tokens of recorded answers.
 
@@ -101,7 +123,7 @@ class RecordedAnswers:
             the conversation continues, or None.
         """
         templates = [message.for_template for message in messages]
-        key = _key(messages, tools)
+        key, chat, tools = _key(messages, setting), setting.chat, setting.tools
         for size in range(len(messages), 0, -1):
             before = (
                 self._of_chats.get(key[: size + 1])
@@ -111,18 +133,18 @@ class RecordedAnswers:
             if before is not None:
                 tokens_T = before.sampled.generation.tokens_T
                 calls = templates[size - 1].get("tool_calls", ())
-                added_T = self._chat.bridge(tokens_T, templates[size:], calls=calls, tools=tools)
+                added_T = chat.bridge(tokens_T, templates[size:], calls=calls, tools=tools)
                 return np.concatenate([before.sampled.prompt_T, tokens_T, added_T]), before
-        return self._chat.conversation(templates, tools), None
+        return chat.conversation(templates, tools), None
 
-    def text_prompt(self, text: str) -> IntArray:
+    def text_prompt(self, text: str, thread: str | None = None) -> IntArray:
         """Return the tokens of a text, int32 [T].
 
         The part that repeats a recorded text has the recorded tokens.
         """
         best_T, known = np.zeros(0, np.int32), 0
         for prompt, answer in self._of_texts:
-            if text.startswith(prompt):
+            if answer.thread == thread and text.startswith(prompt):
                 tokens_T = answer.sampled.generation.tokens_T
                 size, said = self._said_of(text[len(prompt) :], tokens_T)
                 if size and len(prompt) + said > known:
@@ -148,8 +170,10 @@ class RecordedAnswers:
             size -= 1  # the last token ends inside a character
         return size, len(said)
 
-    def parent_of(self, prompt_T: IntArray, matched: Answer | None = None) -> Answer | None:
-        """Return the answer with the longest token sequence that the prompt starts with.
+    def parent_of(
+        self, prompt_T: IntArray, matched: Answer | None = None, thread: str | None = None
+    ) -> Answer | None:
+        """Return the answer with the longest token sequence that a prompt of a thread starts with.
 
         Of equally long ones it is `matched`, else the latest. None if there is no such answer.
         """
@@ -158,6 +182,7 @@ class RecordedAnswers:
             answer
             for answer in reversed(self.answers)
             if answer.draft_of is None
+            and answer.thread == thread
             and answer.sampled_any
             and answer.sampled.length >= least
             and answer.sampled.begins(prompt_T)
@@ -171,15 +196,14 @@ class RecordedAnswers:
         answer: Answer,
         drafts: Sequence[Answer] = (),
         *,
-        tools: Tools = (),
-        text: str | None = None,
+        to: Setting | str,
     ) -> None:
-        """Add an answer to a conversation with these tools, or to the prompt `text`."""
+        """Add an answer to a conversation with this setting, or to the text of a prompt."""
         self.answers += [*drafts, answer]
-        if text is None:
-            self._of_chats[_key(answer.conversation, tools)] = answer
+        if isinstance(to, Setting):
+            self._of_chats[_key(answer.conversation, to)] = answer
         else:
-            self._of_texts.append((text, answer))
+            self._of_texts.append((to, answer))
 
     def find(self, completion: str, choice: int) -> Answer | None:
         """Return the answer with this response id and index, or None."""
@@ -213,9 +237,9 @@ class RecordedAnswers:
         return branches[::-1]
 
 
-def _key(messages: Sequence[ChatMessage], tools: Tools) -> tuple[Any, ...]:
-    """Return a key of the tools and of each message; equivalent conversations have equal keys."""
-    return json.dumps(list(tools), sort_keys=True), *(message.identity for message in messages)
+def _key(messages: Sequence[ChatMessage], setting: Setting) -> tuple[Any, ...]:
+    """Return a key of the setting and of each message; equivalent conversations have equal keys."""
+    return setting.key, *(message.identity for message in messages)
 
 
 T = TypeVar("T")
@@ -245,6 +269,8 @@ class Drawn:
     drafts: tuple[tuple[IntArray, Generation], ...] = ()
     """Prompt and generation of each draw that left the request's format, up to the token with which
     it did."""
+    stop_text: str | None = None
+    """The stop text of the request that ended the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,17 +304,63 @@ class Session:
         self._turns = 0
         self._numbers = 0
 
-    async def chat(self, body: Any) -> Response:
+    async def chat(self, body: Any, thread: str | None = None) -> Response:
         """Answer a request to `/v1/chat/completions`. Raises `ApiError`."""
-        policy = self.policy
-        request = chat_request(body, policy.limits, policy.model)
-        self._check_tools(request)
-        prompt_T, matched = _tokenised(
-            "messages", lambda: self.recorded.chat_prompt(request.messages, request.tools)
-        )
+        return await self._answer(self._request(body), thread)
+
+    async def respond(self, body: Any, thread: str | None = None) -> responses.Responded:
+        """Answer a request to `/v1/responses`. Raises `ApiError`."""
+        chat = responses.chat_body(body)
+        try:
+            return responses.Responded(body, await self.chat(chat, thread))
+        except ApiError as error:
+            raise renamed(error, responses.PARAMS, "input") from error
+
+    async def messages(
+        self, body: Any, thread: str | None = None
+    ) -> anthropic_messages.AnsweredMessages:
+        """Answer a request to `/v1/messages`. Raises `ApiError`."""
+        chat, thinks = anthropic_messages.chat_body(body)
+        try:
+            request = replace(self._request(chat), thinks=thinks)
+            return anthropic_messages.AnsweredMessages(await self._answer(request, thread))
+        except ApiError as error:
+            raise renamed(error, anthropic_messages.PARAMS, "messages") from error
+
+    def count_tokens(self, body: Any, thread: str | None = None) -> int:
+        """Return the number of tokens of a prompt to `/v1/messages`. Raises `ApiError`."""
+        chat, thinks = anthropic_messages.chat_body(body)
+        try:
+            request = replace(self._request(chat), thinks=thinks)
+            prompt_T, _ = self._prompt(request, self._setting(request, thread))
+        except ApiError as error:
+            raise renamed(error, anthropic_messages.PARAMS, "messages") from error
+        return len(prompt_T)
+
+    def _request(self, body: Any) -> ChatRequest:
+        return chat_request(body, self.policy.limits, self.policy.model)
+
+    def _setting(self, request: ChatRequest, thread: str | None) -> Setting:
+        """Return the setting of a conversation. Raises `ApiError`."""
+        chat = self.policy.chat
+        args = template_args(chat, request)
+        if args:
+            chat = _tokenised("chat_template_kwargs", lambda: chat.with_args(args))
+        self._check_tools(request, chat)
+        return Setting(chat, request.tools, args, thread)
+
+    def _prompt(self, request: ChatRequest, setting: Setting) -> tuple[IntArray, Answer | None]:
+        """Return the tokens of a request, and the answer that it continues. Raises `ApiError`."""
+        return _tokenised("messages", lambda: self.recorded.chat_prompt(request.messages, setting))
+
+    async def _answer(self, request: ChatRequest, thread: str | None) -> Response:
+        """Answer a request for a conversation, of any dialect. Raises `ApiError`."""
+        setting = self._setting(request, thread)
+        form = self._form(request, setting.chat)
+        prompt_T, matched = self._prompt(request, setting)
 
         def message_of(drawn: Drawn) -> tuple[ChatMessage, bool]:
-            parsed = policy.chat.parse(
+            parsed = setting.chat.parse(
                 drawn.text,
                 ended=drawn.whole.finish is FinishReason.STOP,
                 tools=request.tools if request.calls else (),
@@ -299,17 +371,11 @@ class Session:
                 log.debug("%s: invalid answer: %s", self._episode.key, parsed.problem)
             return answer_message(parsed), parsed.problem is None
 
-        def record(answer: Answer, drafts: Sequence[Answer]) -> None:
-            self.recorded.add(answer, drafts, tools=request.tools)
-
         async def draw(number: int, choice: int) -> Drawn:
-            if request.form is None:
-                return await self._draw(
-                    prompt_T, request.options, [number, choice], one_call=request.one_call
-                )
-            return await self._draw_in_format(
-                prompt_T, request.options, [number, choice], request.form
-            )
+            place = [number, choice]
+            if form is None:
+                return await self._draw(prompt_T, request.options, place, one_call=request.one_call)
+            return await self._draw_in_format(prompt_T, request.options, place, form)
 
         return await self._respond(
             request.options,
@@ -319,14 +385,14 @@ class Session:
             "messages",
             draw,
             message_of,
-            record,
+            setting,
+            thread,
         )
 
-    def _check_tools(self, request: ChatRequest) -> None:
+    def _check_tools(self, request: ChatRequest, chat: ChatFormat) -> None:
         """Raise `ApiError` for tools that the policy would not see, or that it cannot call."""
         if not request.tools:
             return
-        chat = self.policy.chat
         if not chat.shows_tools(request.tools):
             error = chat.error("does not show tools", "use a model that calls tools")
             raise refused("tools", str(error))
@@ -335,28 +401,34 @@ class Session:
                 "writes tool calls in a format that is not known", "set spec.model.chatFormat"
             )
             raise refused("tools", str(error))
-        if request.form and request.form.calls is not None and chat.family is not HERMES:
-            raise refused(
-                "tool_choice",
-                "must be none, or auto without response_format: the endpoint can write the "
-                f"beginning of a call only in the format hermes, not in {chat.family.name}",
-            )
 
-    async def respond(self, body: Any) -> Responded:
-        """Answer a request to `/v1/responses`. Raises `ApiError`."""
-        chat = chat_body(body)
-        try:
-            return Responded(body, await self.chat(chat))
-        except ApiError as error:
-            raise renamed(error) from error
+    def _form(self, request: ChatRequest, chat: ChatFormat) -> AnswerFormat | None:
+        """Return the format of the answer, as the policy's family writes it. Raises `ApiError`."""
+        form, how = request.form, chat.family.call_text
+        if form is None:
+            return None
+        if form.calls is not None:
+            if how is None:
+                raise refused(
+                    "tool_choice",
+                    "must be none, or auto without response_format: calls can be demanded in the "
+                    f"formats {', '.join(DEMANDING)}, not in {chat.family.name}",
+                )
+            if form.schema is not None and how.start.startswith("{"):
+                raise refused(
+                    "response_format",
+                    f"a call in the format {chat.family.name} begins as such an answer does: set "
+                    "tool_choice to required or none",
+                )
+        return replace(form, call_text=how, reasoning=chat.reasoning_texts)
 
-    async def complete(self, body: Any) -> Response:
+    async def complete(self, body: Any, thread: str | None = None) -> Response:
         """Answer a request to `/v1/completions`. Raises `ApiError`."""
         policy = self.policy
         request = completion_request(body, policy.limits, policy.model)
         prompt, text = request.prompt, request.prompt if isinstance(request.prompt, str) else None
         if isinstance(prompt, str):
-            prompt_T = _tokenised("prompt", lambda: self.recorded.text_prompt(prompt))
+            prompt_T = _tokenised("prompt", lambda: self.recorded.text_prompt(prompt, thread))
         else:
             if not 0 <= min(prompt) <= max(prompt) < len(policy.tokenizer):
                 raise refused(
@@ -368,14 +440,19 @@ class Session:
         def message_of(drawn: Drawn) -> tuple[ChatMessage, bool]:
             return ChatMessage("assistant", drawn.text), True
 
-        def record(answer: Answer, drafts: Sequence[Answer]) -> None:
-            self.recorded.add(answer, drafts, text=text or shown[0].content)
-
         async def draw(number: int, choice: int) -> Drawn:
             return await self._draw(prompt_T, request.options, [number, choice])
 
         return await self._respond(
-            request.options, prompt_T, None, shown, "prompt", draw, message_of, record
+            request.options,
+            prompt_T,
+            None,
+            shown,
+            "prompt",
+            draw,
+            message_of,
+            shown[0].content,
+            thread,
         )
 
     def post_reward(self, body: Any) -> None:
@@ -418,11 +495,12 @@ class Session:
         param: str,
         draw: Callable[[int, int], Awaitable[Drawn]],
         message_of: Callable[[Drawn], tuple[ChatMessage, bool]],
-        record: Callable[[Answer, Sequence[Answer]], None],
+        to: Setting | str,
+        thread: str | None,
     ) -> Response:
         """Sample the answers, record them and build the response. Raises `ApiError`."""
         self._check_room(prompt_T, param)
-        parent = self.recorded.parent_of(prompt_T, matched)
+        parent = self.recorded.parent_of(prompt_T, matched, thread)
         self._numbers += 1
         number = self._numbers
         answers = await self._sample(options.n, partial(draw, number))
@@ -431,20 +509,22 @@ class Session:
             int(time.time()),
             self.policy.model,
             options,
-            len(prompt_T),
+            prompt_T,
         )
         for place, drawn in enumerate(answers):
             message, valid = message_of(drawn)
             before = parent.sampled if parent else None
             sampled = Sampled(drawn.prompt_T, drawn.generation, before)
-            answer = Answer(response.id, place, sampled, parent, (*messages, message), valid)
+            answer = Answer(
+                response.id, place, sampled, parent, (*messages, message), valid, thread=thread
+            )
             drafts = [
                 replace(answer, sampled=Sampled(*draft, before), valid=False, draft_of=answer)
                 for draft in drawn.drafts
             ]
-            record(answer, drafts)
+            self.recorded.add(answer, drafts, to=to)
             pieces = self._pieces(drawn.whole.tokens_T) if options.logprobs else []
-            response.choices.append(Choice(place, message, drawn.whole, pieces))
+            response.choices.append(Choice(place, message, drawn.whole, pieces, drawn.stop_text))
         return response
 
     def _check_room(self, prompt_T: IntArray, param: str) -> None:
@@ -522,8 +602,8 @@ class Session:
         """Sample an answer of any text."""
         longest = self._longest(prompt_T, options)
         whole = await self._generation(prompt_T, longest, options.seed, place)
-        cut, text = self._stopped(whole, options.stop, one_call=one_call)
-        return Drawn(prompt_T, cut, cut, text)
+        cut, text, stop_text = self._stopped(whole, options.stop, one_call=one_call)
+        return Drawn(prompt_T, cut, cut, text, stop_text=stop_text)
 
     async def _draw_in_format(
         self, prompt_T: IntArray, options: RequestOptions, place: Sequence[int], form: AnswerFormat
@@ -554,7 +634,10 @@ class Session:
             reading = form.read(answer.text)
             if (stop := _first_of(options.stop, answer.text[: reading.fits])) is not None:
                 answer.cut(answer.first(stop.end()))
-                return answer.drawn(before_T, start, drafts, stop.start(), FinishReason.STOP)
+                return replace(
+                    answer.drawn(before_T, start, drafts, stop.start(), FinishReason.STOP),
+                    stop_text=stop.group(),
+                )
             if reading.complete:
                 answer.cut(answer.first(reading.fits))
                 return answer.drawn(before_T, start, drafts, reading.fits, FinishReason.STOP)
@@ -601,30 +684,32 @@ class Session:
 
     def _stopped(
         self, whole: Generation, stops: tuple[str, ...], *, one_call: bool = False
-    ) -> tuple[Generation, str]:
+    ) -> tuple[Generation, str, str | None]:
         """Cut a generation after the token that completes a stop text, or the first tool call.
 
         The cut depends only on earlier tokens, so the log-probs of the remaining tokens stay valid.
 
         Returns:
-            The generation, and its text before the stop text.
+            The generation, its text before the stop text, and the stop text.
         """
         chat = self.policy.chat
 
-        def end_of(text: str) -> int | None:
+        def end_of(text: str) -> tuple[int, str | None] | None:
             stop = _first_of(stops, text)
             call_end = chat.first_call_end(text) if one_call else None
-            ends = [stop.start()] if stop else []
-            return min([*ends, *([call_end] if call_end is not None else [])], default=None)
+            if stop is not None and (call_end is None or stop.start() < call_end):
+                return stop.start(), stop.group()
+            return None if call_end is None else (call_end, None)
 
         def stopped(size: int) -> bool:
             return end_of(chat.text(whole.tokens_T[:size])) is not None
 
         size = bisect_left(range(len(whole.tokens_T) + 1), True, key=stopped)
         text = chat.text(whole.tokens_T[:size])
-        if size > len(whole.tokens_T):
-            return whole, text
-        return replace(cut(whole, size), finish=FinishReason.STOP), text[: end_of(text)]
+        end = end_of(text)
+        if end is None:
+            return whole, text, None
+        return replace(cut(whole, size), finish=FinishReason.STOP), text[: end[0]], end[1]
 
     def _pieces(self, tokens_T: IntArray) -> list[bytes]:
         """Return the bytes of each token."""
