@@ -27,6 +27,7 @@ COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("Last-Step", "date", ".status.lastStepTime", 0),
     ("Restarts", "integer", ".status.restarts", 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
+    ("Queue", "string", ".spec.queue.name", 1),
     ("Model", "string", ".spec.model.path", 1),
     ("Algorithm", "string", ".spec.pipeline.algorithm.name", 1),
     ("ETA", "string", ".status.eta", 1),

@@ -569,6 +569,25 @@ class FailurePolicy(Model):
     stall: Stall = Stall()
 
 
+class Preemption(Model):
+    """The time for a checkpoint when Kueue takes the quota of the run back."""
+
+    grace_seconds: Annotated[int, Field(ge=0, le=3600)] = 600
+    """Longest time from an eviction by Kueue until the pods are deleted. The driver ends its step
+    and saves a checkpoint in this time, and the pods are deleted as soon as it has. 0: they are
+    deleted at once."""
+
+
+class Queue(Model):
+    """The queue of Kueue that the run waits in. Its pods exist only while Kueue admits it."""
+
+    name: Name
+    """Name of the LocalQueue in the run's namespace."""
+    priority_class: Name | None = None
+    """Name of the WorkloadPriorityClass that orders the runs in the queue. Default: priority 0."""
+    preemption: Preemption = Preemption()
+
+
 class Cleanup(Model):
     """Deletion of the RayCluster when the run ends. The run itself is kept."""
 
@@ -725,7 +744,7 @@ class AgenticRunSpec(Model):
         ),
         *(
             _immutable(field, required=False)
-            for field in ("image", "priorityClassName", "code", "checkpoint", "scheduling")
+            for field in ("image", "priorityClassName", "code", "checkpoint", "scheduling", "queue")
         ),
         _immutable("huggingFace", required=False),
         *(
@@ -843,6 +862,8 @@ class AgenticRunSpec(Model):
     drain until the run ends or is suspended. None: an eviction saves a checkpoint, and the run
     resumes on another node."""
     cleanup: Cleanup = Cleanup()
+    queue: Queue | None = None
+    """The Kueue queue that admits the run (docs/queues.md). Default: the run waits in no queue."""
     suspend: bool = False
     """As in a Job: true gives all pods back and keeps the run. Its driver first saves a checkpoint,
     for which it gets the time to end its step, and then roles.driver.terminationGracePeriodSeconds.

@@ -36,6 +36,7 @@ MAX_METRIC_NAME = 96
 
 class Phase(StrEnum):
     PENDING = "Pending"
+    QUEUED = "Queued"
     STARTING = "Starting"
     RUNNING = "Running"
     RESTARTING = "Restarting"
@@ -56,6 +57,9 @@ class ConditionType(StrEnum):
     ACCEPTED = "Accepted"
     """False: the operator cannot read the spec, because the CRD is of another version. It leaves
     the run alone. Unknown: the worker image is of a version that the operator does not support."""
+    QUEUED = "Queued"
+    """True: the run waits until Kueue admits it, and the message has the words of Kueue. False: it
+    is admitted, is suspended, or has ended. Absent without spec.queue."""
     CLUSTER_PROVISIONED = "ClusterProvisioned"
     """The RayCluster and everything that its pods mount exist."""
     ROLES_READY = "RolesReady"
@@ -72,8 +76,9 @@ class ConditionType(StrEnum):
     attempt has trained."""
     SUSPENDED = "Suspended"
     """Unknown: the run is being suspended, and there are pods still: spec.suspend is true, other
-    replicas need other pods, or another controller has suspended the RayCluster. True: there are
-    none. False: it was resumed, or has ended. Absent until it is suspended for the first time."""
+    replicas need other pods, another controller has suspended the RayCluster, or Kueue has evicted
+    the run. True: there are none. False: it was resumed, or has ended. Absent until it is suspended
+    for the first time."""
     COMPLETE = "Complete"
     FAILED = "Failed"
 
@@ -90,6 +95,12 @@ class Reason(StrEnum):
     NO_ENGINE_IMAGE = "NoEngineImage"
     KUBERAY_MISSING = "KubeRayMissing"
     KUBERAY_TOO_OLD = "KubeRayTooOld"
+    KUEUE_MISSING = "KueueMissing"
+    QUEUED = "Queued"
+    INADMISSIBLE = "Inadmissible"
+    ADMITTED = "Admitted"
+    EVICTED = "Evicted"
+    DEACTIVATED = "Deactivated"
     NAMESPACE_GONE = "NamespaceGone"
     NETWORK_POLICIES_UNAVAILABLE = "NetworkPoliciesUnavailable"
     NETWORK_POLICIES_CHANGED = "NetworkPoliciesChanged"
@@ -157,8 +168,8 @@ class Condition(Model):
     """One aspect of the run's state, as of Kubernetes' standard conditions."""
 
     type: Annotated[str, Field(max_length=64)]
-    """Name of the condition: Accepted, ClusterProvisioned, RolesReady, Training, Progressing,
-    Stalled, Suspended, Complete or Failed."""
+    """Name of the condition: Accepted, Queued, ClusterProvisioned, RolesReady, Training,
+    Progressing, Stalled, Suspended, Complete or Failed."""
     status: Literal["True", "False", "Unknown"]
     """True, False or Unknown."""
     reason: Annotated[str, Field(min_length=1, max_length=64), CLEAN]
@@ -286,6 +297,8 @@ class StopCause(StrEnum):
     """Another controller, such as a queue, has suspended the RayCluster."""
     RESCALE = "Rescale"
     """Other replicas need other pods."""
+    QUEUE = "Queue"
+    """Kueue has not admitted the run, or has evicted it."""
     DEADLINE = "Deadline"
     """activeDeadlineSeconds is over."""
 
@@ -294,7 +307,7 @@ class StopStatus(Model):
     """The stop of a run that has to release its pods."""
 
     cause: StopCause
-    """Suspend, ClusterSuspended, Rescale or Deadline."""
+    """Suspend, ClusterSuspended, Rescale, Queue or Deadline."""
     since: Time
     """Time at which the operator first saw that the run has to stop."""
 
@@ -384,7 +397,7 @@ class AgenticRunStatus(Model):
     """The furthest step that the run had reached at a restart."""
     disruptions: Number = 0
     """Number of attempts that the platform ended: drains, evictions, preemptions, lost nodes,
-    deleted pods. They are no restarts and no failures. Suspensions, by you or by a queue, do not
+    deleted pods, evictions by Kueue. They are no restarts and no failures. Suspensions do not
     count."""
     disruptions_without_progress: Number = 0
     """Number of disruptions since the run last got further than before. The wait before the next

@@ -91,6 +91,7 @@ class Applier:
         wanted = {_creation(manifest): manifest for manifest in objects}
         changes = {_change(manifest): manifest for manifest in plan.update}
         change = {_change(plan.cluster)} if plan.cluster else set()
+        change |= {_workload_change(plan.workload)} if plan.workload else set()
         kept = {*wanted, *changes, *change, *map(_deletion, plan.delete)}
         self._slow_writes.keep_only(run.key, kept)
         version = run.metadata.uid, run.metadata.generation
@@ -131,6 +132,30 @@ class Applier:
             await self._slow_writes.finish(run.key, name, version, deadline, change)
         except NotFound:
             return  # the next reconciliation creates it
+
+    async def change_workload(self, run: AgenticRun, workload: Manifest) -> ClusterError | None:
+        """Store the conditions of a Workload after the status of its run.
+
+        Returns:
+            The error, or None. The change is planned again.
+
+        Raises:
+            Conflict: it has changed since it was read.
+        """
+        version = workload["metadata"]["resourceVersion"]
+        deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
+        change = functools.partial(self._kube.put_status, workload)
+        name = _workload_change(workload)
+        try:
+            await self._slow_writes.finish(run.key, name, version, deadline, change)
+        except Conflict:
+            raise
+        except NotFound:
+            return None  # the next reconciliation sees it
+        except ClusterError as error:
+            log.warning("the Workload of %s cannot be changed: %s", "/".join(run.key), error)
+            return error
+        return None
 
     async def write_status(self, document: Manifest, plan: Plan) -> Manifest:
         """Write the plan's status. After an exception, the rest of the plan must not be applied.
@@ -275,6 +300,10 @@ def _deletion(delete: Delete) -> str:
 
 def _change(manifest: Manifest) -> str:
     return f"change of {manifest['kind']} {manifest['metadata']['name']}"
+
+
+def _workload_change(workload: Manifest) -> str:
+    return f"change of Workload {workload['metadata']['name']}"
 
 
 def without_reports(status: AgenticRunStatus, stored: AgenticRunStatus) -> AgenticRunStatus:

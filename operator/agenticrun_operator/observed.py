@@ -9,7 +9,7 @@ from functools import cached_property
 
 from agenticrun_api import AgenticRun, Progress, Reason, Role
 from agenticrun_operator import errors, resources
-from agenticrun_operator.resources import Child, Manifest
+from agenticrun_operator.resources import Child, Manifest, workloads
 
 LIVE_JOB = frozenset({"PENDING", "RUNNING"})
 
@@ -210,13 +210,26 @@ class Edit:
 
 
 @dataclass(frozen=True)
+class QueueObjects:
+    """The objects of Kueue that a run with a queue needs, beside its Workload."""
+
+    error: errors.ClusterError | None = None
+    """Why they cannot be read: Kueue is missing or too old, or a right is missing."""
+    flavors: Mapping[str, Manifest] = field(default_factory=dict)
+    """The ResourceFlavors that Kueue has assigned, by name, while there is no RayCluster."""
+    priority: Manifest | None = None
+    """The WorkloadPriorityClass of the run, while there is no Workload."""
+
+
+@dataclass(frozen=True)
 class Observed:
     """Everything that one reconciliation has read."""
 
     children: Mapping[Child, Manifest | None] = field(default_factory=dict)
     """The children that were read, with any owner, and the user's own claim for checkpoints; None:
     the object does not exist. While a run trains or is suspended, only the RayCluster, its
-    NetworkPolicies and a claim that was deleted are read."""
+    NetworkPolicies and a claim that was deleted are read; of a run with a queue always the
+    Workload, too."""
     pods: tuple[Pod, ...] = ()
     """The pods of the run's RayCluster, and orphans of a deleted RayCluster."""
     job: Job | NoJob | Unreachable = Unreachable("there is no head pod to ask")
@@ -247,6 +260,9 @@ class Observed:
     """When this operator last changed NetworkPolicies of the run."""
     scaling_refusal: tuple[errors.ClusterError, datetime] | None = None
     """Why and when the apiserver refused to give the RayCluster the replicas of this spec."""
+    queue: QueueObjects = QueueObjects()
+    workload_trouble: tuple[errors.ClusterError, datetime] | None = None
+    """Why and when the last change of the Workload failed."""
     end_time: str | None = None
     """`status.job.endTime` as this operator set it, for a CRD that does not have the field yet."""
 
@@ -258,6 +274,11 @@ class Observed:
         """Return the RayCluster, if it exists and is this run's own."""
         cluster = self.child("RayCluster", run.metadata.name)
         return cluster if cluster and resources.is_own(run, cluster) else None
+
+    def workload(self, run: AgenticRun) -> Manifest | None:
+        """Return the run's own Workload, if it exists."""
+        found = self.child(workloads.WORKLOAD_KIND, workloads.name_of(run))
+        return found if found and resources.is_own(run, found) else None
 
     def edits(self, run: AgenticRun) -> list[Edit]:
         """Return what others have changed in the run's RayCluster and pods.

@@ -21,10 +21,17 @@ from agenticrun_api.masking import mask_secrets
 from agenticrun_operator import errors, metrics, pod_reader, resources
 from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.cluster.transports import PodAddress
-from agenticrun_operator.observed import Incarnation, Observed, Pod, Problem, Unreachable
+from agenticrun_operator.observed import (
+    Incarnation,
+    Observed,
+    Pod,
+    Problem,
+    QueueObjects,
+    Unreachable,
+)
 from agenticrun_operator.planning import times
 from agenticrun_operator.pod_reader import LabelledPod
-from agenticrun_operator.resources import Child, Manifest, OperatorKey
+from agenticrun_operator.resources import Child, Manifest, OperatorKey, workloads
 from agenticrun_operator.watch_cache import WatchedObjects
 
 log = logging.getLogger(__name__)
@@ -61,6 +68,7 @@ class ObservedObjects:
     pods: tuple[Pod, ...]
     missing_code: str | None
     kuberay_missing: bool = False
+    queue: QueueObjects = field(default_factory=QueueObjects)
     fresh: bool = True
     """True if everything was read from the apiserver, nothing taken from the watches or before."""
     policies: Mapping[Child, Manifest | None] = field(default_factory=dict)
@@ -149,7 +157,8 @@ class Observer:
     ) -> ObservedObjects:
         """Read the RayCluster and the pods, and the other children if they may have to be created.
 
-        They may not while the run trains or is suspended.
+        They may not while the run trains or is suspended. Of a run with a queue, its Workload is
+        read always.
 
         Args:
             run: the run.
@@ -202,8 +211,19 @@ class Observer:
         if in_use and Child(resources.CLAIM_KIND, resources.claim_name(run)) not in children:
             children |= await self._lost_claim(run, fresh=asked)
         children[Child("RayCluster", name)] = cluster
+        queue = QueueObjects()
+        if run.spec.queue:
+            workload, watched = await self._read_workload(run, fresh=asked)
+            if isinstance(workload, errors.ClusterError):
+                queue = QueueObjects(error=workload)
+            else:
+                children[Child(workloads.WORKLOAD_KIND, workloads.name_of(run))] = workload
+                queue = await self._read_queue(run, workload, needs_flavors=cluster is None)
+            fresh = fresh and not watched
         own = self._own_pods(run, pods, cluster, cluster_known=not kuberay_missing)
-        observed = ObservedObjects(children, own, missing_code, kuberay_missing, fresh)
+        observed = ObservedObjects(
+            children, own, missing_code, kuberay_missing, queue=queue, fresh=fresh
+        )
         if not (needed and self._operator_namespace):
             return observed
         observed = replace(observed, fresh=fresh and asked)
@@ -237,6 +257,43 @@ class Observer:
             unseen = [child for child in wanted if child not in known]
             known |= dict(zip(unseen, await self._get_all(namespace, unseen), strict=True))
         return dict.fromkeys(wanted) | known
+
+    async def _read_workload(
+        self, run: AgenticRun, *, fresh: bool
+    ) -> tuple[Manifest | errors.ClusterError | None, bool]:
+        """Return the run's Workload, or why it cannot be read; and True if a watch had it."""
+        name = workloads.name_of(run)
+        watched = None if fresh else self._watched.workloads.of_run(run.key)
+        seen = next((one for one in watched or () if one["metadata"]["name"] == name), None)
+        if seen:
+            return seen, True
+        try:
+            kind = workloads.WORKLOAD_KIND
+            return await self._kube.get(kind, run.metadata.namespace, name), False
+        except (errors.NotServed, errors.Denied) as error:
+            return error, False
+
+    async def _read_queue(
+        self, run: AgenticRun, workload: Manifest | None, *, needs_flavors: bool
+    ) -> QueueObjects:
+        """Return what the creation of the Workload, or of the RayCluster, needs of Kueue."""
+        assert run.spec.queue is not None
+        name = run.spec.queue.priority_class
+        try:
+            if workload is None and name:
+                found = await self._kube.get(workloads.PRIORITY_KIND, "", name)
+                return QueueObjects(priority=found)
+            if workload is None or not needs_flavors or not workloads.is_admitted(workload):
+                return QueueObjects()
+            names = sorted(workloads.flavors_of(workload))
+            flavors = await asyncio.gather(
+                *(self._kube.get(workloads.FLAVOR_KIND, "", name) for name in names)
+            )
+        except (errors.NotServed, errors.Denied) as error:
+            return QueueObjects(error=error)
+        return QueueObjects(
+            flavors={name: item for name, item in zip(names, flavors, strict=True) if item}
+        )
 
     async def _lost_claim(self, run: AgenticRun, *, fresh: bool) -> dict[Child, Manifest | None]:
         """Return the claim of the run's checkpoints if it was deleted or is being deleted.
@@ -358,11 +415,12 @@ class Observer:
             pods=objects.pods,
             missing_code=objects.missing_code,
             kuberay_missing=objects.kuberay_missing,
+            queue=objects.queue,
         )
         job, head = run.status.job, await self.head_address(run, objects)
         cluster = observed.child("RayCluster", run.metadata.name)
         if head is None or (cluster is None and not objects.kuberay_missing):
-            if run.status.phase is Phase.SUSPENDED:
+            if run.status.phase in (Phase.SUSPENDED, Phase.QUEUED):
                 self._forget_silence(run.metadata.uid)
             return observed
         if isinstance(head, Unreachable):

@@ -95,6 +95,8 @@ class RunCache:
     """When this operator last changed NetworkPolicies."""
     scaling_refusal: tuple[int, errors.ClusterError, datetime] | None = None
     """Generation of the run, and why and when the apiserver refused to change its RayCluster."""
+    workload_trouble: tuple[errors.ClusterError, datetime] | None = None
+    """Why and when the last change of the Workload failed."""
     ended: tuple[str, str] | None = None
     """Submission id and end time of the newest attempt that this operator saw end."""
     progress: Progress | None = None
@@ -350,7 +352,8 @@ class Reconciler:
             for item in run.status.conditions
         )
         children = cached.objects.children
-        found = len(children) > 1 and cached.objects.missing_code is None
+        read = any(child.kind == "ConfigMap" for child in children)
+        found = read and cached.objects.missing_code is None
         settled = all(
             manifest
             and (
@@ -441,6 +444,10 @@ class Reconciler:
             deletion_troubles=troubles,
             deletions={uid: at for uid, at in cached.deletions.items() if uid not in refused},
         )
+        if plan.workload:
+            failure = await self._applier.change_workload(run, plan.workload)
+            trouble = (failure, self._clock()) if failure else None
+            cached = self._cache[key] = replace(cached, workload_trouble=trouble)
         return plan, cached
 
     def _deletion_troubles(
@@ -528,6 +535,7 @@ class Reconciler:
             cluster_changed_at=cached.cluster_changed_at,
             policies_changed_at=cached.policies_changed_at,
             scaling_refusal=refusal and refusal[1:],
+            workload_trouble=cached.workload_trouble,
             end_time=end_time,
         )
 
@@ -598,7 +606,8 @@ def _newest_progress(cached: RunCache, observed: Observed) -> Progress | None:
     A driver that starts has no numbers yet: the last ones stay. A run that has ended or is
     suspended makes no steps, so it has none.
     """
-    if cached.run.status.phase.finished or cached.run.status.phase is Phase.SUSPENDED:
+    phase = cached.run.status.phase
+    if phase.finished or phase in (Phase.SUSPENDED, Phase.QUEUED):
         return None
     seen = own_progress(cached.run, observed.progress)
     starts = seen is None or seen.activity is Activity.STARTING or seen.max_steps == 0
@@ -608,5 +617,5 @@ def _newest_progress(cached: RunCache, observed: Observed) -> Progress | None:
 def _acts(plan: planning.Plan, run: AgenticRun) -> bool:
     """Return True if the plan does more than write what was seen: it needs fresh objects."""
     moves = plan.status is not None and plan.status.phase is not run.status.phase
-    writes = plan.create or plan.update or plan.cluster or plan.tokens
+    writes = plan.create or plan.update or plan.cluster or plan.tokens or plan.workload
     return bool(moves or plan.job or plan.delete or writes)

@@ -28,6 +28,7 @@ from agenticrun_operator.lease import Leadership
 from agenticrun_operator.operator_key import wait_for_key
 from agenticrun_operator.reconcile_workers import ReconcileWorkers, resync
 from agenticrun_operator.reconciler import Reconciler
+from agenticrun_operator.resources.workloads import WORKLOAD_KIND
 from agenticrun_operator.run_metrics import run_registry
 from agenticrun_operator.settings import HeadAccess, Settings
 from agenticrun_operator.slow_writes import SlowWrites
@@ -158,6 +159,14 @@ class OperatorRuntime:
             *(
                 Watch(self._kube, kind, namespace, names.LABEL_RUN, cache)
                 for kind, cache in children.items()
+            ),
+            Watch(
+                self._kube,
+                WORKLOAD_KIND,
+                namespace,
+                names.LABEL_RUN,
+                self._watched.workloads,
+                optional=True,
             ),
         )
 

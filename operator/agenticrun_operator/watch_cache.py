@@ -135,6 +135,7 @@ class WatchedObjects:
         )
         """Name of each volume claim, and True if it is being deleted."""
         self.policies = WatchCache(_labelled_run, resources.policy_summary, child_changed)
+        self.workloads = WatchCache(_labelled_run, workload_summary, child_changed)
 
     def version(self, run: Key) -> str | None:
         """Return the newest resourceVersion of a run; None if it is not known."""
@@ -159,6 +160,17 @@ def cluster_summary(cluster: Manifest) -> Manifest:
         spec["workerGroupSpecs"] = [_group_summary(group) for group in spec["workerGroupSpecs"]]
     kept = {key: metadata[key] for key in metadata if key not in dropped}
     return cluster | {"metadata": kept, "spec": spec}
+
+
+def workload_summary(workload: Manifest) -> Manifest:
+    """Return a Workload without bookkeeping and without the templates of its pod sets."""
+    metadata, spec = workload["metadata"], workload["spec"]
+    pod_sets = [
+        {key: value for key, value in item.items() if key != "template"}
+        for item in spec.get("podSets", ())
+    ]
+    kept = {key: value for key, value in metadata.items() if key != "managedFields"}
+    return workload | {"metadata": kept, "spec": spec | {"podSets": pod_sets}}
 
 
 def _group_summary(group: Manifest) -> Manifest:

@@ -24,6 +24,9 @@ from agenticrun_operator.watch_cache import WatchCache
 FIRST_RETRY_SECONDS = 0.5
 MAX_RETRY_SECONDS = 4.0
 """Longest delay until an apiserver, namespace or CRD that is there again is noticed."""
+ABSENT_SECONDS = 30.0
+"""Time after which an optional kind that is not installed is looked for again."""
+_ABSENT = (errors.NotServed, errors.RightMissing)
 JITTER = 0.2
 ALL_NAMESPACES = "*"
 """Label of a watch of all namespaces. Prometheus puts that of the operator in place of nothing."""
@@ -53,6 +56,8 @@ class Watch:
         namespace: str | None,
         label: str | None,
         cache: WatchCache[Any],
+        *,
+        optional: bool = False,
     ):
         """Create a watch.
 
@@ -62,12 +67,15 @@ class Watch:
             namespace: their namespace; None: all namespaces.
             label: the label that the objects must have; None: any object.
             cache: receives the objects of each list and each event.
+            optional: True if it is no trouble that the kind is not installed here, or that the
+                operator may not read it.
         """
         self._client = client
         self._kind = kind
         self._namespace = namespace
         self._label = label
         self._cache = cache
+        self._optional = optional
         self._failures = 0
         self._trouble = ""
         self._version: str | None = None
@@ -92,6 +100,9 @@ class Watch:
                 self._cache.lost(self._namespace)
                 if not isinstance(error, errors.WatchBroken):
                     self._version = None
+                if self._optional and isinstance(error, _ABSENT):
+                    await asyncio.sleep(ABSENT_SECONDS)
+                    continue
                 if not isinstance(error, errors.WatchExpired):
                     self._note_down(error)
             delay = times.backoff_seconds(self._failures, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)

@@ -253,6 +253,9 @@ class Fleet:
     async def put(self, manifest: Manifest) -> Manifest:
         raise AssertionError("nothing is changed")
 
+    async def put_status(self, manifest: Manifest) -> Manifest:
+        raise AssertionError("no run waits in a queue")
+
     async def delete(
         self,
         kind: str,

@@ -35,6 +35,16 @@ class Release:
         )
         return [document for document in yaml.safe_load_all(rendered) if document]
 
+    def cluster_rights(self, cluster: Cluster) -> list[dict[str, Any]]:
+        """Return the chart's rights and limits that belong to no namespace."""
+        kinds = (
+            "ClusterRole",
+            "ClusterRoleBinding",
+            "ValidatingAdmissionPolicy",
+            "ValidatingAdmissionPolicyBinding",
+        )
+        return [item for item in self.documents(cluster) if item["kind"] in kinds]
+
     def rights(self, inside: Cluster) -> list[dict[str, Any]]:
         """Return the chart's rights in this namespace."""
         kinds = ("ServiceAccount", "Role", "RoleBinding")

@@ -59,10 +59,12 @@ from agenticrun_operator.resources import (
     WorkerImages,
     secret_of,
     tokens_name,
+    workloads,
 )
 from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item
+from fake_kueue import FakeKueue
 from fake_ray import FakeJob, missing_roles, pod_of, ready_condition, surplus_pods
 from kube_schema import status_schema, violations
 from runs import run_with
@@ -143,6 +145,12 @@ class World:
     """Returns True for a status that the CRD does not allow."""
     kuberay_missing: bool = False
     """The apiserver does not serve RayClusters."""
+    kueue: FakeKueue | None = None
+    """None: the apiserver serves no Workloads."""
+    kueue_denied: ClusterError | None = None
+    """The apiserver's answer to everything about Workloads."""
+    quota_faults: list[str] = field(default_factory=list)
+    """Quota that was given back while the run held pods, and pods without quota."""
     storage_down: bool = False
     """There is no default StorageClass."""
     pods_denied: str = ""
@@ -161,7 +169,7 @@ class World:
     policy_error: ClusterError | None = None
     """The apiserver's answer to a list of NetworkPolicies."""
     put_error: ClusterError | None = None
-    """The apiserver's answer to the change of a RayCluster."""
+    """The apiserver's answer to the change of a RayCluster, or of the status of a Workload."""
     stop_requests: int = 0
     reporter_down: bool = False
     ray_down: bool = False
@@ -262,10 +270,13 @@ class World:
             ("Pod", self.watched.pods, of_runs),
             (CLAIM_KIND, self.watched.claims, of_runs),
             (POLICY_KIND, self.watched.policies, of_runs),
+            (workloads.WORKLOAD_KIND, self.watched.workloads, of_runs),
         ):
             cache.listed(None, [item for item in found if item["kind"] == kind])
         if self.kuberay_missing:
             self.watched.clusters.lost(None)
+        if self.kueue is None or self.kueue_denied:
+            self.watched.workloads.lost(None)
 
     def _version_what_a_test_changed(self, item: Manifest) -> None:
         """Give an object that was changed in place another resourceVersion."""
@@ -332,7 +343,12 @@ class World:
     # -- KubeRay and the kubelet -------------------------------------------------------------------
 
     def make_pods(self, ready: bool = True) -> None:
-        """KubeRay: create the pods that the RayCluster lacks, and let all of them become ready."""
+        """KubeRay: create the pods that the RayCluster lacks, and let all of them become ready.
+
+        Kueue works, too.
+        """
+        if self.kueue:
+            self.kueue.work(self.workload, self.now)
         cluster = self.objects.get(("RayCluster", NAME))
         if cluster is None:
             return
@@ -602,6 +618,10 @@ class World:
         self._check_served(kind)
         if kind == "Secret":
             raise Denied("secrets is forbidden")
+        if kind in (workloads.FLAVOR_KIND, workloads.PRIORITY_KIND):
+            assert namespace == ""
+            assert self.kueue
+            return copied(self.kueue.objects.get((kind, name)))
         assert namespace == NAMESPACE
         return copied(self.objects.get((kind, name)))
 
@@ -648,6 +668,8 @@ class World:
             raise self.create_errors[manifest["kind"]]
         if (manifest["kind"], manifest["metadata"]["name"]) in self.objects:
             raise AlreadyExists(manifest["metadata"]["name"])
+        if manifest["kind"] == "RayCluster" and self._lacks_quota():
+            self.quota_faults.append("a RayCluster was created without quota")
         self._store(copied(manifest))
         self._point("created")
 
@@ -668,6 +690,27 @@ class World:
         self._point("put")
         return copied(changed)
 
+    async def put_status(self, manifest: Manifest) -> Manifest:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        self._point(f"put status of {kind}")
+        self._check_served(kind)
+        if self.put_error is not None:
+            raise self.put_error
+        stored = self.objects.get((kind, name))
+        if stored is None:
+            raise NotFound(name)
+        self._version_what_a_test_changed(stored)
+        if stored["metadata"]["resourceVersion"] != manifest["metadata"]["resourceVersion"]:
+            raise Conflict(name)
+        before = workloads.holds_quota(stored)
+        stored["status"] = copied(manifest["status"])
+        stored["metadata"]["resourceVersion"] = str(next(self._ids))
+        assert before or not workloads.holds_quota(stored), "only Kueue may reserve quota"
+        if before and not workloads.holds_quota(stored):
+            self._note_release()
+        self._point("put status")
+        return copied(stored)
+
     async def delete(
         self,
         kind: str,
@@ -684,6 +727,8 @@ class World:
             raise self.delete_errors[kind]
         found = self.objects.get((kind, name))
         if found and found["metadata"]["uid"] == uid:
+            if kind == workloads.WORKLOAD_KIND and workloads.holds_quota(found):
+                self._note_release()
             if uid in self.lost and not force:
                 self._mark_deleted(found)
             else:
@@ -790,6 +835,26 @@ class World:
     def _check_served(self, kind: str) -> None:
         if kind == "RayCluster" and self.kuberay_missing:
             raise NotServed("404 page not found")
+        if kind in workloads.KINDS and self.kueue is None:
+            raise NotServed("404 page not found")
+        if kind in workloads.KINDS and self.kueue_denied:
+            raise self.kueue_denied
+
+    # -- the quota ---------------------------------------------------------------------------------
+
+    @property
+    def workload(self) -> Manifest | None:
+        """The Workload of the run, as the apiserver has it."""
+        found = (item for (kind, _), item in self.objects.items() if kind == "Workload")
+        return next(found, None)
+
+    def _lacks_quota(self) -> bool:
+        queued = self.run["spec"].get("queue")
+        return bool(queued and not (self.workload and workloads.is_admitted(self.workload)))
+
+    def _note_release(self) -> None:
+        if self.pods() or ("RayCluster", NAME) in self.objects:
+            self.quota_faults.append("quota was given back while the run held pods")
 
     # -- inside ------------------------------------------------------------------------------------
 

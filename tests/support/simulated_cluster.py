@@ -22,7 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
-from agenticrun_api import FinalReport, LiveConfig, Outcome, Progress, Role
+from agenticrun_api import Activity, FinalReport, LiveConfig, Outcome, Progress, Role
 from agenticrun_api.challenge import prove
 from agenticrun_api.load import parse_served
 from agenticrun_api.metrics import STEP_METRICS
@@ -34,6 +34,7 @@ from agenticrun_api.names import (
     LABEL_RUN,
     REPORTER_PORT,
     TOKEN_HEADER,
+    ExitCode,
 )
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.cluster import KubeClient
@@ -93,6 +94,7 @@ class SimulatedHead:
         self._report: Progress | None = None
         self._reported_at = 0.0
         self._config: LiveConfig | None = None
+        self._stop_requested = False
         self._runners: list[web.AppRunner] = []
 
     async def start(self) -> None:
@@ -105,6 +107,7 @@ class SimulatedHead:
         reporter.router.add_get("/progress", self._progress)
         reporter.router.add_put("/config", self._configure)
         reporter.router.add_post("/challenge", self._challenge)
+        reporter.router.add_post("/stop", self._request_stop)
         for app, port, key in (
             (ray, DASHBOARD_PORT, "auth_token"),
             (reporter, REPORTER_PORT, "token"),
@@ -157,6 +160,7 @@ class SimulatedHead:
         if name in self._jobs:
             return web.Response(status=500, text=f"Job with submission_id {name} already exists")
         self._history.submissions.append((name, self._incarnation))
+        self._stop_requested = False
         job = self._jobs[name] = FakeJob(name, attempt, self._incarnation, start_time=time.time())
         self._driver = asyncio.create_task(self._drive(job))
         return web.json_response({"submission_id": name})
@@ -180,8 +184,12 @@ class SimulatedHead:
         self._config = LiveConfig.model_validate(await request.json())
         return web.Response()
 
+    async def _request_stop(self, _: web.Request) -> web.Response:
+        self._stop_requested = True
+        return web.Response()
+
     async def _drive(self, job: FakeJob) -> None:
-        """The driver: go on from the newest checkpoint, until the last step."""
+        """The driver: continue from the newest checkpoint, until the last step or a request."""
         history, me = self._history, f"{job.submission_id} on {self._incarnation}"
         history.overlaps += [f"{me} beside {other}" for other in history.drivers]
         history.drivers.add(me)
@@ -198,6 +206,9 @@ class SimulatedHead:
                     history.checkpoint = step
                 history.steps.append((time.monotonic(), job.attempt, step))
                 self._tell(job, step)
+                if self._stop_requested:
+                    await self._save_and_stop(job, step)
+                    return
             words = {"reason": "Completed", "message": f"{step} steps"}
             final = FinalReport(
                 outcome=Outcome.SUCCEEDED, retryable=False, time=format_time(utc_now()), **words
@@ -210,6 +221,18 @@ class SimulatedHead:
             raise
         finally:
             history.drivers.discard(me)
+
+    async def _save_and_stop(self, job: FakeJob, step: int) -> None:
+        """The driver: do as the reporter was asked, after the end of a step."""
+        self._tell(job, step, activity=Activity.STOPPING)
+        await asyncio.sleep(STEP_SECONDS)
+        self._history.checkpoint = step
+        words = {"reason": "Stopped", "message": f"stopped after step {step}"}
+        final = FinalReport(
+            outcome=Outcome.STOPPED, retryable=True, time=format_time(utc_now()), **words
+        )
+        self._tell(job, step, final=final)
+        job.status, job.exit_code = "FAILED", ExitCode.STOPPED
 
     def _tell(self, job: FakeJob, step: int, **fields: Any) -> None:
         now, saved = utc_now(), self._history.checkpoint
@@ -401,6 +424,14 @@ class SimulatedCluster:
 
     async def create_run(self, document: Manifest) -> None:
         await self._send("POST", object_path(KIND, self._namespace), body=document)
+
+    async def suspend(self, name: str, suspend: bool) -> None:
+        await self._send(
+            "PATCH",
+            object_path(KIND, self._namespace, name),
+            body={"spec": {"suspend": suspend}},
+            headers={"Content-Type": "application/merge-patch+json"},
+        )
 
     async def delete(self, kind: str, name: str, **options: Any) -> None:
         path = object_path(kind, self._namespace, name)

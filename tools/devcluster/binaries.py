@@ -17,10 +17,10 @@ from pathlib import Path
 
 from devcluster.console import progress, say
 from devcluster.prerequisites import venv_package
-from devcluster.settings import HELM_VERSION, KUBERNETES_VERSION, Settings
+from devcluster.settings import HELM_VERSION, KUBERNETES_VERSION, KUEUE_VERSION, Settings
 from devcluster.shell import CommandFailed, DevclusterError, exclusive, run
 
-MINIMUM_GO = (1, 25)
+MINIMUM_GO = (1, 26)
 _REQUIREMENTS = Path(__file__).parent / "go-toolchain.txt"
 
 
@@ -91,6 +91,17 @@ PROGRAMS: tuple[GoProgram, ...] = (
     GoProgram("imagectl", 5),
     GoProgram("pause", 1),
 )
+
+_KUEUE = "sigs.k8s.io/kueue"
+KUEUE = GoProgram(
+    "kueue",
+    120,
+    package=f"{_KUEUE}/cmd/kueue",
+    variables=(f"{_KUEUE}/pkg/version.GitVersion={KUEUE_VERSION}",),
+    module_folder=(_KUEUE, "config"),
+)
+PARTS = {KUEUE.name: KUEUE}
+"""Programs that `up --with` adds, by name."""
 
 
 def module_key(program: GoProgram, sources: Path) -> str:

@@ -8,11 +8,11 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from devcluster.binaries import Binaries
+from devcluster.binaries import PARTS, Binaries
 from devcluster.clusters import Cluster, choose
 from devcluster.console import say
 from devcluster.recipes import ENGINES, RECIPES, own, variants
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace, settings: Settings, cluster: Cluster) -> int:
     match options.command:
         case "up":
-            cluster.up()
+            cluster.up(options.parts)
             say(
                 f'up: {cluster.name}; for kubectl and helm:  eval "$(python3 tools/devcluster env)"'
             )
@@ -103,13 +103,20 @@ def _with_dockerfile(text: str) -> Path:
 
 
 def _engines(text: str) -> tuple[str, ...]:
-    engines = tuple(text.split(","))
-    unknown = [engine for engine in engines if engine not in ENGINES]
+    return _known("engine", ENGINES, text)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return _known("part", PARTS, text)
+
+
+def _known(what: str, names: Collection[str], text: str) -> tuple[str, ...]:
+    """Return the names in a list with commas; all of them must be known."""
+    found = tuple(text.split(","))
+    unknown = [name for name in found if name not in names]
     if unknown:
-        raise argparse.ArgumentTypeError(
-            f"no engine {unknown[0]!r}: there are {', '.join(ENGINES)}"
-        )
-    return engines
+        raise argparse.ArgumentTypeError(f"no {what} {unknown[0]!r}: there are {', '.join(names)}")
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,7 +124,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="devcluster", description="A real Kubernetes with KubeRay for tests and the demo."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("up", help="bring the cluster up, or do nothing when it is")
+    up = commands.add_parser("up", help="bring the cluster up, or do nothing when it is")
+    up.add_argument(
+        "--with",
+        dest="parts",
+        type=_parts,
+        default=(),
+        metavar=",".join(PARTS),
+        help="also these parts, which are built once",
+    )
     down = commands.add_parser("down", help="remove the cluster; built programs and images stay")
     down.add_argument("--purge", action="store_true", help="remove the cache too")
     status = commands.add_parser(

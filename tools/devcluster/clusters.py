@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from devcluster import prerequisites
-from devcluster.binaries import PROGRAMS, Binaries
+from devcluster.binaries import PARTS, PROGRAMS, Binaries
 from devcluster.console import progress, say
 from devcluster.images import DockerImages, NodeImages
 from devcluster.kubectl import Kubectl
@@ -32,8 +32,12 @@ class Cluster(Protocol):
 
     name: str
 
-    def up(self) -> None:
-        """Make it usable, with KubeRay; do nothing when it is."""
+    def up(self, parts: Sequence[str] = ()) -> None:
+        """Make it usable, with KubeRay and optional parts; do nothing when it is.
+
+        Args:
+            parts: names of optional parts (`binaries.PARTS`).
+        """
 
     def down(self, *, purge: bool) -> None:
         """Remove it and, with `purge`, what is cached for it."""
@@ -80,12 +84,12 @@ class HostCluster:
         self._node = Node(settings, self._binaries)
         self._images = NodeImages(settings, self._node.containerd)
 
-    def up(self) -> None:
+    def up(self, parts: Sequence[str] = ()) -> None:
         """See Cluster."""
         with exclusive(self._lock):
             prerequisites.install_packages(self._settings)
-            self._binaries.build()
-            self._node.up()
+            self._binaries.build([*PROGRAMS, *(PARTS[name] for name in parts)])
+            self._node.up(parts)
             self._images.pull_published()
 
     def down(self, *, purge: bool) -> None:
@@ -143,8 +147,9 @@ class KindCluster:
         self._settings = settings
         self._images = DockerImages(settings)
 
-    def up(self) -> None:
+    def up(self, parts: Sequence[str] = ()) -> None:
         """See Cluster."""
+        refuse_parts(parts, self.name)
         kubectl_program = user_program(self._settings, "kubectl")
         if self._settings.name not in run(["kind", "get", "clusters"]).split():
             with progress("creating the kind cluster (about 60 s)"):
@@ -218,8 +223,9 @@ class ContextCluster:
         self.name = f"context {settings.context}"
         self._images = DockerImages(settings)
 
-    def up(self) -> None:
+    def up(self, parts: Sequence[str] = ()) -> None:
         """See Cluster."""
+        refuse_parts(parts, self.name)
         kubectl = Kubectl(user_program(self._settings, "kubectl"), context=self._settings.context)
         kubectl("get", "--raw", "/readyz")
         if not kubectl.ok("get", "crd", "rayclusters.ray.io"):
@@ -268,6 +274,16 @@ class ContextCluster:
         raise DevclusterError(
             f"cannot load {archive} into {self.name}; push the image to a registry that it reads"
         )
+
+
+def refuse_parts(parts: Sequence[str], cluster: str) -> None:
+    """Refuse optional parts, which are built for the single node on this host only.
+
+    Raises:
+        DevclusterError: there are some.
+    """
+    if parts:
+        raise DevclusterError(f"--with {','.join(parts)}: install these in {cluster} yourself")
 
 
 def user_program(settings: Settings, name: str) -> str:

@@ -12,22 +12,23 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from devcluster import cgroups, configs, network, pki
-from devcluster.binaries import Binaries
+from devcluster.binaries import KUEUE, Binaries
 from devcluster.components import Components
 from devcluster.console import say
 from devcluster.containerd import Containerd, write_image
 from devcluster.kubectl import Kubectl, is_ready, node_reports
 from devcluster.processes import ProcessTable, start_ticks
-from devcluster.settings import KUBERAY_VERSION, Settings
+from devcluster.settings import KUBERAY_VERSION, KUEUE_VERSION, Settings
 from devcluster.shell import DevclusterError, run, succeeds, write_if_changed
 from devcluster.waiting import Observe, Report, last_line, wait_for
 
 KUBERAY_IMAGE = f"localhost/kuberay/operator:{KUBERAY_VERSION}"
+KUEUE_IMAGE = f"localhost/kueue/kueue:{KUEUE_VERSION}"
 _MANIFESTS = Path(__file__).parent / "manifests"
 # Paths compiled into the components. `down` removes the ones that were not there before.
 _FIXED_PATHS = tuple(
@@ -66,8 +67,11 @@ class Node:
         self._kubectl = Kubectl(binaries.paths()["kubectl"], settings.kubeconfig)
         self._components = Components(settings, binaries.paths())
 
-    def up(self) -> None:
+    def up(self, parts: Collection[str] = ()) -> None:
         """Bring the cluster up; see the module.
+
+        Args:
+            parts: names of optional parts (`binaries.PARTS`), whose programs are built.
 
         Raises:
             DevclusterError: a component did not become ready; the message says what it reported.
@@ -130,6 +134,8 @@ class Node:
             lambda: self._kubectl.reports("kuberay-system"),
         )
         say(f"KubeRay {KUBERAY_VERSION} is available")
+        if KUEUE.name in parts:
+            self._install_kueue()
 
     def down(self, *, purge: bool = False) -> None:
         """Stop all that `up` started and remove what it made; with `purge` the whole cache too."""
@@ -207,13 +213,23 @@ class Node:
             self._processes.stop([spec.name])
             self._processes.start(spec)
             self._wait("containerd to answer", spec.name, self.containerd.answers)
-        present = self.containerd.images()
         paths = self._binaries.paths()
-        static = {
-            configs.PAUSE_IMAGE: ("/pause", paths["pause"]),
-            KUBERAY_IMAGE: ("/manager", paths["kuberay-operator"]),
-        }
-        for reference, (name, program) in static.items():
+        self._load_static(
+            {
+                configs.PAUSE_IMAGE: ("/pause", paths["pause"]),
+                KUBERAY_IMAGE: ("/manager", paths["kuberay-operator"]),
+            }
+        )
+        say("containerd is ready")
+
+    def _load_static(self, images: Mapping[str, tuple[str, Path]]) -> None:
+        """Make images of one program each, unless containerd has them.
+
+        Args:
+            images: path in the image, and the program, by reference.
+        """
+        present = self.containerd.images()
+        for reference, (name, program) in images.items():
             # The tag alone does not say that the image holds this build of the program.
             mark = f"{reference}-{program.parent.name}"
             if {reference, mark} <= present:
@@ -223,7 +239,31 @@ class Node:
                 write_image(image, reference, {name: program}, [name])
             self.containerd.load(image)
             self.containerd.tag(reference, mark)
-        say("containerd is ready")
+
+    def _install_kueue(self) -> None:
+        """Apply Kueue, and wait until it is available."""
+        program = self._binaries.paths([KUEUE])[KUEUE.name]
+        self._load_static({KUEUE_IMAGE: ("/manager", program)})
+        self._apply_module("kueue", program.parent / "config")
+        self._wait(
+            "Kueue to be available",
+            "kubelet",
+            lambda: self._kubectl.deployment_available("kueue-system", "kueue-controller-manager"),
+            lambda: self._kubectl.reports("kueue-system"),
+        )
+        say(f"Kueue {KUEUE_VERSION} is available")
+
+    def _apply_module(self, name: str, config: Path) -> None:
+        """Apply our changes of what the module of a program brings.
+
+        Args:
+            name: the folder of the changes below manifests.
+            config: the manifests of the module.
+        """
+        overlay = self._settings.etc / name
+        shutil.copytree(_MANIFESTS / name, overlay, dirs_exist_ok=True)
+        shutil.copytree(config, overlay / "config", dirs_exist_ok=True)
+        self._kubectl.apply(overlay, kustomization=True)
 
     def _install_base(self) -> None:
         """Apply RBAC and StorageClass, then KubeRay.
@@ -234,11 +274,7 @@ class Node:
         if applied.exists():
             return
         self._kubectl.apply(_MANIFESTS / "base.yaml")
-        overlay = self._settings.etc / "kuberay"
-        shutil.copytree(_MANIFESTS / "kuberay", overlay, dirs_exist_ok=True)
-        config = self._binaries.paths()["kuberay-operator"].parent / "config"
-        shutil.copytree(config, overlay / "config", dirs_exist_ok=True)
-        self._kubectl.apply(overlay, kustomization=True)
+        self._apply_module("kuberay", self._binaries.paths()["kuberay-operator"].parent / "config")
         applied.touch()
 
     def _manifests_key(self) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 KUBERNETES_VERSION = "v1.34.4"
 KUBERAY_VERSION = "v1.6.1"
+KUEUE_VERSION = "v0.19.2"
 HELM_VERSION = "v3.19.2"
 
 

@@ -125,6 +125,15 @@ kubernetes.io/arch: {{ first .Values.architectures }}
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
+{{- if .Values.kueue.enabled }}
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [get, list, watch, create, delete]
+# To give quota back when no pod of a run is left.
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads/status]
+  verbs: [update]
+{{- end }}
 - apiGroups: [""]
   resources: [events]
   # list: what a pod waits for that its node cannot prepare, such as a Secret that does not exist, is in no field of the pod.

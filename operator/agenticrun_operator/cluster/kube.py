@@ -25,6 +25,13 @@ from agenticrun_api import AgenticRunStatus, names
 from agenticrun_api.base import clean_text
 from agenticrun_operator import errors, metrics
 from agenticrun_operator.resources import Event, Manifest
+from agenticrun_operator.resources.workloads import (
+    FLAVOR_KIND,
+    KUEUE_GROUP,
+    KUEUE_VERSION,
+    PRIORITY_KIND,
+    WORKLOAD_KIND,
+)
 
 FIELD_MANAGER = "agenticrun-operator"
 TIMEOUT_SECONDS = 5.0
@@ -48,7 +55,7 @@ from the version of the last bookmark, so that nothing is missed or listed again
 WATCH_GRACE_SECONDS = 2.0
 WATCHES_PER_SECOND = 10.0
 """With many namespaces, watches live longer, so that no more than this number begins per second."""
-KINDS_WATCHED = 5
+KINDS_WATCHED = 6
 MAX_LINE_BYTES = 2**21
 """Longest event of a watch. etcd holds no larger objects."""
 PAGE = 500
@@ -62,8 +69,9 @@ _APPLY = "application/apply-patch+yaml; charset=utf-8"
 _NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 """Characters that JSON may contain and YAML may not, or that end a line there."""
 _METADATA = "application/json;as=PartialObjectMetadata{};g=meta.k8s.io;v=v1"
-_WATCHED_WHOLE = frozenset({"Pod", "RayCluster", "NetworkPolicy"})
+_WATCHED_WHOLE = frozenset({"Pod", "RayCluster", "NetworkPolicy", WORKLOAD_KIND})
 """Kinds that are watched with all their fields; of other kinds, only the metadata is watched."""
+_KUEUE = f"/apis/{KUEUE_GROUP}/{KUEUE_VERSION}"
 _ROOTS = {
     names.KIND: (f"/apis/{names.GROUP}/{names.VERSION}", names.PLURAL),
     "RayCluster": ("/apis/ray.io/v1", "rayclusters"),
@@ -75,6 +83,9 @@ _ROOTS = {
     "Secret": ("/api/v1", "secrets"),
     "PersistentVolumeClaim": ("/api/v1", "persistentvolumeclaims"),
     "Event": ("/api/v1", "events"),
+    WORKLOAD_KIND: (_KUEUE, "workloads"),
+    FLAVOR_KIND: (_KUEUE, "resourceflavors"),
+    PRIORITY_KIND: (_KUEUE, "workloadpriorityclasses"),
 }
 _REPEATED_READ = (TIMEOUT_SECONDS, LIST_SECONDS)
 _REPEATED_WRITE = (TIMEOUT_SECONDS, ADMISSION_SECONDS)
@@ -390,6 +401,12 @@ class KubeClient:
             body=manifest,
             limits=(_write_seconds(manifest["kind"]),),
         )
+
+    async def put_status(self, manifest: Manifest) -> Manifest:
+        metadata = manifest["metadata"]
+        path = object_path(manifest["kind"], metadata["namespace"], metadata["name"])
+        limits = (_write_seconds(manifest["kind"]),)
+        return await self._request("PUT", f"{path}/status", body=manifest, limits=limits)
 
     async def _apply(self, path: str, body: Manifest) -> Manifest:
         query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}

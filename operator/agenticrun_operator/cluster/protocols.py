@@ -18,8 +18,14 @@ class Kube(Protocol):
     async def get(self, kind: str, namespace: str, name: str) -> Manifest | None:
         """Return the object as the apiserver has it now, or None if it does not exist.
 
+        Args:
+            kind: its kind.
+            namespace: its namespace; empty for a kind without namespaces.
+            name: its name.
+
         Raises:
             NotServed: the kind's CRD is not installed.
+            Denied: rights are missing.
         """
         ...
 
@@ -60,6 +66,13 @@ class Kube(Protocol):
         Admission webhooks may take half a minute.
 
         Raises `Conflict`, `NotFound`, `Refused`, `TooLarge`, `Denied`, `WebhookUnavailable`.
+        """
+        ...
+
+    async def put_status(self, manifest: Manifest) -> Manifest:
+        """Replace the status of an object at its resourceVersion and return it as stored.
+
+        Raises as `put`.
         """
         ...
 

@@ -22,7 +22,7 @@ from agenticrun_operator.planning.result import (
     warning,
 )
 from agenticrun_operator.planning.situation import Rescaling, State
-from agenticrun_operator.resources import Child, Manifest
+from agenticrun_operator.resources import Child, Manifest, workloads
 
 _WAITS_FOR_SECRET = (Reason.CONTAINER_CRASHED, Reason.PODS_PENDING)
 TOKENS_SECONDS = 30.0
@@ -72,6 +72,12 @@ KUBERAY_MISSING = Obstacle(
     "the Kubernetes cluster does not serve RayClusters (ray.io/v1): "
     f"install KubeRay {MIN_KUBERAY} or newer with its CRDs; the run then continues",
 )
+KUEUE_MISSING = Obstacle(
+    Reason.KUEUE_MISSING,
+    f"the Kubernetes cluster does not serve Workloads ({workloads.KUEUE_GROUP}/"
+    f"{workloads.KUEUE_VERSION}): an administrator must install Kueue {workloads.MIN_KUEUE} or "
+    "newer. Or apply the run without spec.queue",
+)
 _UNKNOWN_FIELDS = re.compile(
     r'unknown field "(spec\.[^"]+)"'
     r"|\.?(spec\.[\w.\[\]]+): field not declared in schema"
@@ -93,7 +99,7 @@ def find_obstacle(state: State) -> Obstacle | None:
     """
     run, observed = state.run, state.observed
     if state.creation_error:
-        return _obstacle_met(run, state.creation_error)
+        return obstacle_met(run, state.creation_error)
     engine = state.images.missing_engine(run)
     if engine:
         message = (
@@ -107,11 +113,28 @@ def find_obstacle(state: State) -> Obstacle | None:
         # What trains already stays. No new pods without their NetworkPolicies.
         return _policies_unavailable(observed.policy_error)
     return (
-        _deleted_claim(state)
+        _queue_obstacle(state)
+        or _deleted_claim(state)
         or _objects_in_the_way(state)
         or _unusable_claim(state)
         or _earlier_pod(state)
     )
+
+
+def _queue_obstacle(state: State) -> Obstacle | None:
+    """Return what a queue lacks for the creation of the run's RayCluster."""
+    found, known = state.workload, state.observed.queue
+    if state.run.spec.queue is None or state.observed.child("RayCluster", state.name):
+        return None
+    if known.error:
+        missing = isinstance(known.error, errors.NotServed)
+        return KUEUE_MISSING if missing else obstacle_met(state.run, known.error)
+    if found is None or not workloads.is_admitted(found):
+        return None
+    if lacking := sorted(workloads.flavors_of(found) - known.flavors.keys()):
+        message = f"ResourceFlavor {lacking[0]}, which Kueue has assigned, does not exist"
+        return Obstacle(Reason.INADMISSIBLE, message)
+    return None
 
 
 def _earlier_pod(state: State) -> Obstacle | None:
@@ -280,7 +303,7 @@ def _policies_unavailable(error: errors.ClusterError) -> Obstacle:
     )
 
 
-def _obstacle_met(run: AgenticRun, error: errors.ClusterError) -> Obstacle:
+def obstacle_met(run: AgenticRun, error: errors.ClusterError) -> Obstacle:
     """Return the obstacle that an attempt to create the children met.
 
     What the apiserver rejects as invalid is final, unless KubeRay is too old, or the run has
@@ -385,7 +408,10 @@ def provision(state: State) -> Result:
     if any(found is None for found in children.values()):
         tokens = resources.tokens_name(run, state.key.id)
         claim = state.observed.child(resources.CLAIM_KIND, resources.claim_name(run))
-        desired = resources.desired_children(run, state.images, tokens, claim)
+        placed = None
+        if state.workload and state.observed.child("RayCluster", state.name) is None:
+            placed = workloads.placements(state.workload, state.observed.queue.flavors)
+        desired = resources.desired_children(run, state.images, tokens, claim, placed)
         missing = {child for child, found in children.items() if found is None}
         create = tuple(manifest for manifest in desired if Child.of(manifest) in missing)
         result |= Result(create=create)

@@ -12,7 +12,14 @@ from agenticrun_api.status import RayClusterStatus
 from agenticrun_api.version import __version__, is_supported
 from agenticrun_operator import errors, resources
 from agenticrun_operator.observed import Observed
-from agenticrun_operator.planning import attempt, children, situation, stopping, times
+from agenticrun_operator.planning import (
+    attempt,
+    children,
+    queueing,
+    situation,
+    stopping,
+    times,
+)
 from agenticrun_operator.planning.attempt import Continues, Succeeded
 from agenticrun_operator.planning.result import (
     Plan,
@@ -119,6 +126,7 @@ def _decide(state: State, current: situation.Situation, rescaling: situation.Res
                 stopping.clean_up(state)
                 | children.remove_budget(state)
                 | children.remove_ownerless(state)
+                | queueing.finish(state)
             )
             return _keep_own(state, ended)
     always = Result(look_after=SAFETY_NET_SECONDS) | _accept(state)
@@ -129,12 +137,12 @@ def _decide(state: State, current: situation.Situation, rescaling: situation.Res
             return _keep_own(state, stopped, numbers=True)
         case situation.WithoutPods(cause):
             return _keep_own(state, always | stopping.without_pods(state, cause))
-        case situation.Queued(until):
+        case situation.Waiting(until):
             return _keep_own(state, always | stopping.wait_in_queue(state, until))
         case situation.Running():
-            return always | _run(state, rescaling)
+            return always | _run(state, rescaling) | queueing.report_ready(state)
         case situation.Starting() | situation.Restarting():
-            return always | _start(state)
+            return always | _start(state) | queueing.report_ready(state)
 
 
 def _keep_own(state: State, result: Result, *, numbers: bool = False) -> Result:

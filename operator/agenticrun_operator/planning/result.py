@@ -44,6 +44,8 @@ _RESOLVES_ALONE = frozenset(
         Reason.CONTAINER_NOT_READY,
         Reason.NODE_LOST,
         Reason.PODS_PENDING,
+        Reason.QUEUED,
+        Reason.RESCALING,
         Reason.WAITING_FOR_PREVIOUS_RUN,
     }
 )
@@ -137,6 +139,8 @@ class Plan:
     status: AgenticRunStatus | None = None
     """The status to write; None: no write."""
     delete: tuple[Delete, ...] = ()
+    workload: Manifest | None = None
+    """The Workload with other conditions, to store at the version that was read."""
     events: tuple[Event, ...] = ()
     job: JobAction | None = None
     requeue_after: float | None = None
@@ -178,6 +182,7 @@ class Result:
     update: tuple[Manifest, ...] = ()
     cluster: Manifest | None = None
     delete: tuple[Delete, ...] = ()
+    workload: Manifest | None = None
     undeleted: tuple[Undeleted, ...] = ()
     job: JobAction | None = None
     look_after: float | None = None
@@ -194,6 +199,7 @@ class Result:
             update=self.update + other.update,
             cluster=self.cluster or other.cluster,
             delete=self.delete + other.delete,
+            workload=self.workload or other.workload,
             undeleted=self.undeleted + other.undeleted,
             job=self.job or other.job,
             look_after=min(waits, default=None),
@@ -244,7 +250,8 @@ def finish(
     }
     status = stored.model_copy(update={**result.fields, "observed_generation": generation})
     kind = ConditionType.PROGRESSING
-    ended = stored.phase.finished and status.phase.finished and kind.value in before
+    has_ended = stored.phase.finished and stored.completion_time is not None
+    ended = has_ended and status.phase.finished and kind.value in before
     if not ended and kind not in said:
         summed = summary(status, conditions)
         conditions[kind.value] = condition(kind, summed, now, generation, before.get(kind.value))
@@ -265,6 +272,7 @@ def finish(
         status=written,
         job=result.job,
         delete=result.delete,
+        workload=result.workload,
         events=(*result.events, *_events(said, before)),
         requeue_after=result.look_after,
     )
@@ -326,9 +334,10 @@ def summary(status: AgenticRunStatus, conditions: Mapping[str, Condition]) -> Sa
     if status.phase.finished:
         end = conditions.get(kinds.FAILED.value)
         return Said("False", end.reason if end else status.phase.value, end.message if end else "")
-    if states.get(kinds.SUSPENDED) in ("True", "Unknown"):
-        rescales = conditions[kinds.SUSPENDED.value].reason == Reason.RESCALING
-        return because_of(kinds.SUSPENDED, "True" if rescales else "False")
+    waits = kinds.QUEUED if states.get(kinds.QUEUED) == "True" else kinds.SUSPENDED
+    if states.get(waits) in ("True", "Unknown"):
+        alone = conditions[waits.value].reason in _RESOLVES_ALONE
+        return because_of(waits, "True" if alone else "False")
     if states.get(kinds.STALLED) == "True":
         return because_of(kinds.STALLED, "False")
     if states.get(kinds.TRAINING) == "True" and empty_role(status.roles):

@@ -36,7 +36,13 @@ from agenticrun_operator.planning import times
 from agenticrun_operator.planning.pods import RolesReport, report_roles
 from agenticrun_operator.planning.result import RequestStop
 from agenticrun_operator.planning.snapshot import own_progress, snapshot_fields
-from agenticrun_operator.resources import Child, Manifest, OperatorKey, WorkerImages
+from agenticrun_operator.resources import (
+    Child,
+    Manifest,
+    OperatorKey,
+    WorkerImages,
+    workloads,
+)
 
 REPEAT_SECONDS = 30.0
 """Time after which a request without effect is repeated."""
@@ -93,6 +99,33 @@ class State:
     def cluster(self) -> Manifest | None:
         """The run's own RayCluster."""
         return self.observed.own_cluster(self.run)
+
+    @cached_property
+    def workload(self) -> Manifest | None:
+        """The run's own Workload, if it waits in a queue."""
+        return self.observed.workload(self.run)
+
+    @property
+    def holds_pods(self) -> bool:
+        """True if the run has a RayCluster, or pods of an earlier one, as far as is known."""
+        uid, observed = self.run.metadata.uid, self.observed
+        pods = any(pod.run_uid == uid for pod in observed.pods)
+        return self.cluster is not None or observed.kuberay_missing or pods
+
+    @property
+    def wanted_pods(self) -> dict[str, int]:
+        """The number of pods of each role in the spec."""
+        roles = self.run.spec.roles
+        workers = {role.value: roles.replicas(role) for role in roles.workers}
+        return {Role.DRIVER.value: 1} | workers
+
+    @property
+    def retry_at(self) -> datetime | None:
+        """When a run that has given its pods back tries to get some again; None: it has not."""
+        retry = self.status.next_retry_time
+        given_back = self.status.phase is Phase.PENDING and retry is not None
+        later = times.parse_time(retry) if given_back and retry else None
+        return later if later and later > self.now else None
 
     @cached_property
     def head(self) -> Pod | None:
@@ -233,7 +266,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Queued:
+class Waiting:
     """The run has given its pods back and waits until it tries again."""
 
     until: datetime
@@ -268,7 +301,7 @@ class WithoutPods:
     cause: Cause
 
 
-Situation = Deleted | Ended | Queued | Starting | Running | Restarting | Stopping | WithoutPods
+Situation = Deleted | Ended | Waiting | Starting | Running | Restarting | Stopping | WithoutPods
 
 
 def find_situation(state: State, rescaling: Rescaling) -> Situation:
@@ -279,9 +312,8 @@ def find_situation(state: State, rescaling: Rescaling) -> Situation:
         return Ended()
     if cause := find_cause(state, rescaling):
         return Stopping(cause) if state.has_attempt else WithoutPods(cause)
-    retry = state.status.next_retry_time
-    if state.status.phase is Phase.PENDING and retry and times.parse_time(retry) > state.now:
-        return Queued(times.parse_time(retry))
+    if retry := state.retry_at:
+        return Waiting(retry)
     if state.has_attempt:
         return Running()
     return Starting() if state.status.job is None else Restarting()
@@ -291,12 +323,15 @@ def find_cause(state: State, rescaling: Rescaling) -> Cause | None:
     """Return why the run has to release its pods, or None.
 
     While the volume claim of its checkpoints is being deleted, its pods are the last way to them:
-    neither spec.suspend nor other replicas end them then (`kept_pods`).
+    neither spec.suspend nor other replicas end them then (`kept_pods`). An eviction does: a user
+    who deletes a claim must not keep quota that others have a right to.
     """
     kinds, run = StopCause, state.run
     cluster = state.cluster
     if run.spec.suspend and not kept_pods(state):
         return _cause(state, kinds.SUSPEND, "spec.suspend is true")
+    if (text := _why_not_admitted(state)) is not None:
+        return _cause(state, kinds.QUEUE, text)
     if cluster and state.observed.cluster_suspended:
         return _cause(
             state,
@@ -313,10 +348,42 @@ def find_cause(state: State, rescaling: Rescaling) -> Cause | None:
     return None
 
 
+def _why_not_admitted(state: State) -> str | None:
+    """Return why the run may have no pods now, if it waits in a queue; None: it may.
+
+    While nothing is known of the queue, pods that exist stay, and no others are made. A run that
+    has given its pods back has left the queue until it tries again.
+    """
+    queue, found = state.run.spec.queue, state.workload
+    if queue is None or state.retry_at:
+        return None
+    if state.observed.queue.error and (state.cluster or state.has_attempt):
+        return None
+    if found is None or workloads.is_finished(found) or resources.is_deleting(found):
+        return f"the run has no place in queue {queue.name}"
+    if not workloads.is_active(found):
+        return f"Workload {workloads.name_of(state.run)} is deactivated"
+    if workloads.is_evicted(found) and (state.has_attempt or workloads.holds_quota(found)):
+        evicted = workloads.condition_of(found, "Evicted")
+        return f"Kueue has evicted the run ({evicted.get('reason')}): {evicted.get('message')}"
+    if not workloads.is_admitted(found):
+        return f"Kueue has not admitted the run in queue {queue.name}"
+    if state.cluster or is_covered(state, found):
+        return None
+    return f"the run asks queue {queue.name} for more pods"
+
+
+def is_covered(state: State, workload: Manifest) -> bool:
+    """Return True if a Workload asks for all pods that the spec has now."""
+    asked = workloads.pod_counts(workload)
+    return all(asked.get(role, 0) >= number for role, number in state.wanted_pods.items())
+
+
 _REASONS = {
     StopCause.SUSPEND: (Reason.SUSPENDING, Reason.SUSPENDED),
     StopCause.CLUSTER_SUSPENDED: (Reason.CLUSTER_SUSPENDED, Reason.CLUSTER_SUSPENDED),
     StopCause.RESCALE: (Reason.RESCALING, Reason.RESCALING),
+    StopCause.QUEUE: (Reason.EVICTED, Reason.QUEUED),
     StopCause.DEADLINE: (Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED),
 }
 
@@ -326,7 +393,10 @@ def _cause(state: State, kind: StopCause, text: str, since: datetime | None = No
     if since is None:
         known_since = times.parse_time(known.since) if known and known.cause is kind else None
         since = known_since or state.now.replace(microsecond=0)
-    return Cause(kind, *_REASONS[kind], text, since)
+    reason, done = _REASONS[kind]
+    if kind is StopCause.QUEUE and state.has_attempt:
+        done = reason
+    return Cause(kind, reason, done, text, since)
 
 
 def stop_status(cause: Cause) -> StopStatus:
@@ -382,7 +452,8 @@ def find_rescaling(state: State) -> Rescaling:
     if error is not None and not isinstance(error, errors.RightMissing):
         # What denies or refuses this RayCluster would do so with a new one, too.
         return Rescaling(changes, text=text, kept=str(error))
-    why = str(error or "") or _why_driver_cannot_follow(state, changes)
+    why: str | None = str(error or "") or _beyond_quota(state, changes)
+    why = why or _why_driver_cannot_follow(state, changes)
     if why is None:
         return Rescaling(changes, text=text)
     text = f"{text} ({why})"
@@ -393,6 +464,18 @@ def find_rescaling(state: State) -> Rescaling:
         kept = "it has made no step yet that could be saved"
         return Rescaling(changes, text=text, kept=kept)
     return Rescaling(changes, restart=True, text=text)
+
+
+def _beyond_quota(state: State, changes: dict[Role, tuple[int, int]]) -> str:
+    """Return which new replicas a queue has to admit first; empty: none."""
+    queue, found = state.run.spec.queue, state.workload
+    if queue is None or found is None:
+        return ""
+    admitted = workloads.pod_counts(found)
+    for role, (_, wanted) in changes.items():
+        if wanted > admitted.get(role.value, 0):
+            return f"queue {queue.name} has admitted {admitted.get(role.value, 0)}"
+    return ""
 
 
 def describe(changes: dict[Role, tuple[int, int]]) -> str:

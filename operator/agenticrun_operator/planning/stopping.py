@@ -23,7 +23,7 @@ from agenticrun_api import Activity, ConditionType, Phase, Reason, Role, names
 from agenticrun_api.status import StopCause
 from agenticrun_operator import resources
 from agenticrun_operator.observed import Job, NoJob
-from agenticrun_operator.planning import attempt, children, situation, times
+from agenticrun_operator.planning import attempt, children, queueing, situation, times
 from agenticrun_operator.planning.attempt import Continues, Over, Succeeded
 from agenticrun_operator.planning.result import (
     Delete,
@@ -95,6 +95,9 @@ def stop(state: State, cause: Cause) -> Result:
 def _release(state: State, cause: Cause, over: Over) -> Result:
     """End the attempt, and release its pods."""
     ended = attempt.end(state, over)
+    begun = state.job.status or not isinstance(state.observed.job, NoJob)
+    if cause.kind is StopCause.QUEUE and begun:
+        ended |= Result(fields={"disruptions": state.status.disruptions + 1})
     released = without_pods(state.with_fields(dict(ended.fields)), cause)
     return ended | released if "completion_time" in released.fields else released | ended
 
@@ -115,11 +118,14 @@ def _is_given_up(state: State, cause: Cause) -> bool:
 
     It gets the time to end its step, and then its grace period to save a checkpoint. The deadline
     is extended while the driver reports that it is saving one. A driver that stops for other
-    replicas is never given up: no other work needs its pods.
+    replicas is never given up: no other work needs its pods. One that Kueue has evicted gets
+    spec.queue.preemption.graceSeconds: other work waits for its quota.
     """
     if cause.kind is StopCause.RESCALE:
         return False
     asked = state.job.stop_requested_time
+    if cause.kind is StopCause.QUEUE:
+        return state.seconds_since(_begin_of(cause, asked)) >= queueing.grace_seconds(state)
     if asked is None or times.parse_time(asked) < cause.since:
         trouble = state.observed.job_trouble
         if trouble is None or not isinstance(trouble.action, RequestStop):
@@ -136,6 +142,11 @@ def _is_given_up(state: State, cause: Cause) -> bool:
     return waited > grace + min(step, MAX_STEP_SECONDS)
 
 
+def _begin_of(cause: Cause, asked: str | None) -> datetime:
+    """Return when the time of a driver to stop has begun: when it took the request."""
+    return max(cause.since, times.parse_time(asked)) if asked else cause.since
+
+
 # -- without pods ----------------------------------------------------------------------------------
 
 
@@ -143,7 +154,9 @@ def without_pods(state: State, cause: Cause) -> Result:
     """Release the pods of a run that has no attempt, and wait until it is resumed."""
     if cause.kind is StopCause.DEADLINE:
         return exceed_deadline(state)
-    fields = {"stopping": situation.stop_status(cause), "startup_timeouts": 0, "obstacle": None}
+    fields: dict[str, Any] = {"stopping": situation.stop_status(cause), "obstacle": None}
+    if cause.kind is not StopCause.QUEUE:
+        fields["startup_timeouts"] = 0
     known = Result(fields=fields)
     said = Said("False", cause.done, cause.text, optional=True, keep_reason=True)
     known |= Result(conditions=dict.fromkeys((ConditionType.TRAINING, ConditionType.STALLED), said))
@@ -153,8 +166,11 @@ def without_pods(state: State, cause: Cause) -> Result:
         StopCause.RESCALE: "with new pods,",
         StopCause.CLUSTER_SUSPENDED: "when it is released,",
         StopCause.SUSPEND: "set it to false, and",
+        StopCause.QUEUE: "when Kueue admits it,",
     }
     message = f"{cause.text}; {ways_out[cause.kind]} the run {way_on(state)}"
+    if cause.kind is not StopCause.QUEUE:
+        known |= queueing.not_queued(cause.done, cause.text)
     released = _no_pods(state, cause.done, cause.text)
     if cause.kind is not StopCause.CLUSTER_SUSPENDED:
         released |= children.delete_cluster(state)
@@ -162,9 +178,15 @@ def without_pods(state: State, cause: Cause) -> Result:
     there = state.cluster and cause.kind is not StopCause.CLUSTER_SUSPENDED
     if there or any(pod.run_uid == uid for pod in state.observed.pods):
         return known | released | _being_suspended(cause, f"the pods are being deleted; {message}")
+    if cause.kind is StopCause.QUEUE:
+        obstacle = queueing.find_obstacle(state)
+        if obstacle and obstacle.final:
+            return fail(state, obstacle.reason, obstacle.message)
+        return known | released | queueing.wait(state, obstacle, way_on(state))
     return (
         known
         | released
+        | (queueing.leave(state) if cause.kind is StopCause.SUSPEND else Result())
         | Result(
             fields={"phase": Phase.SUSPENDED, "message": text(message)},
             conditions={ConditionType.SUSPENDED: Said("True", cause.done, message, event="Normal")},
@@ -206,6 +228,7 @@ def resume(state: State) -> Result:
     """Let a run continue that no longer has to release its pods."""
     before, job = state.status.stopping, state.status.job
     fields: dict[str, Any] = {"stopping": None, "pods": None, "message": None}
+    admitted = queueing.admitted_by(state)
     if before and before.cause is StopCause.DEADLINE:  # it was extended
         return Result(fields=fields | {"pods": state.status.pods})
     if state.has_attempt:
@@ -219,11 +242,14 @@ def resume(state: State) -> Result:
             "next_retry_time": now if job else None,
         }
         message = f"the run {way_on(state)}"
+    resumed = Said("False", Reason.RESUMED, "", optional=bool(admitted))
+    reason = Reason.ADMITTED if admitted else Reason.RESUMED
+    words = f"{admitted}: {message}" if admitted else message
     return Result(
         fields=fields,
-        conditions={ConditionType.SUSPENDED: Said("False", Reason.RESUMED, "")},
-        events=(note(Reason.RESUMED, message),),
-    )
+        conditions={ConditionType.SUSPENDED: resumed},
+        events=(note(reason, words),),
+    ) | (queueing.not_queued(Reason.ADMITTED, admitted) if admitted else Result())
 
 
 # -- the startup deadline --------------------------------------------------------------------------
@@ -302,8 +328,9 @@ def _give_back(state: State, reason: Reason, late: str) -> Result:
 
 
 def wait_in_queue(state: State, until: datetime) -> Result:
-    """Delete the RayCluster, should it still be there, and wait."""
-    return children.delete_cluster(state) | Result(look_after=-state.seconds_since(until))
+    """Delete the RayCluster, should it still be there, leave the queue, and wait."""
+    left = children.delete_cluster(state) | queueing.leave(state)
+    return left | Result(look_after=-state.seconds_since(until))
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -350,6 +377,7 @@ def _finish(state: State, phase: Phase, reason: Reason | str, message: str) -> R
         ConditionType.TRAINING: Said("False", reason),
         ConditionType.STALLED: Said("False", reason, optional=True),
         ConditionType.SUSPENDED: Said("False", reason, "the run has ended", optional=True),
+        ConditionType.QUEUED: Said("False", reason, "the run has ended", optional=True),
     }
     if state.cluster is None:
         gone = Said("False", Reason.CLUSTER_DELETED, "the run has ended")

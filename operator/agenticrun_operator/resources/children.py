@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +14,7 @@ from agenticrun_operator.resources.claims import CLAIM_KIND, checkpoint_claim, c
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, child_metadata
 from agenticrun_operator.resources.network import network_policies
-from agenticrun_operator.resources.raycluster import ray_cluster
+from agenticrun_operator.resources.raycluster import Placement, ray_cluster
 from agenticrun_operator.resources.volumes import (
     claim_name,
     run_config_name,
@@ -46,7 +47,11 @@ class Event:
 
 
 def desired_children(
-    run: AgenticRun, images: WorkerImages, tokens: str, claim: Manifest | None = None
+    run: AgenticRun,
+    images: WorkerImages,
+    tokens: str,
+    claim: Manifest | None = None,
+    placements: Mapping[str, Placement] | None = None,
 ) -> tuple[Manifest, ...]:
     """Return all children except the Secret.
 
@@ -58,11 +63,12 @@ def desired_children(
         images: the worker images of this installation.
         tokens: the name of the Secret with the run's tokens.
         claim: the user's own claim for checkpoints, if it was read.
+        placements: where a queue has placed the pods, by role.
     """
     return (
         *network_policies(run, images.operator_namespace),
         *mounted_children(run),
-        ray_cluster(run, images, tokens, claim),
+        ray_cluster(run, images, tokens, claim, placements),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import (
@@ -55,8 +56,22 @@ MIN_OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray requires at least 75 MiB."""
 
 
+@dataclass(frozen=True)
+class Placement:
+    """The nodes that a queue has chosen for the pods of a role, beside what the user asks for."""
+
+    node_selector: Mapping[str, str]
+    tolerations: tuple[Manifest, ...]
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+
+
 def ray_cluster(
-    run: AgenticRun, images: WorkerImages, tokens: str, claim: Manifest | None = None
+    run: AgenticRun,
+    images: WorkerImages,
+    tokens: str,
+    claim: Manifest | None = None,
+    placements: Mapping[str, Placement] | None = None,
 ) -> Manifest:
     """Return the RayCluster. It has the name of the run.
 
@@ -65,8 +80,9 @@ def ray_cluster(
         images: the worker images of this installation.
         tokens: the name of the Secret with the run's tokens.
         claim: the user's own claim for checkpoints, if it was read.
+        placements: where a queue has placed the pods, by role.
     """
-    context = PodContext(images, tokens, claim)
+    context, placed = PodContext(images, tokens, claim), placements or {}
     metadata = child_metadata(run, run.metadata.name)
     made_for = {_replicas_label(role): str(n) for role, n in run.spec.roles.elastic.items()}
     metadata["labels"] = run.spec.labels | gang_labels(run) | metadata["labels"] | made_for
@@ -81,10 +97,13 @@ def ray_cluster(
             "authOptions": {"mode": "token", "secretName": tokens},
             "headGroupSpec": {
                 "rayStartParams": _ray_start_params(run, Role.DRIVER) | _HEAD_PARAMS,
-                "template": head_pod(run, context, HEAD_PORTS),
+                "template": _placed(
+                    head_pod(run, context, HEAD_PORTS), placed.get(Role.DRIVER.value)
+                ),
             },
             "workerGroupSpecs": [
-                _worker_group(run, role, context) for role in run.spec.roles.workers
+                _worker_group(run, role, context, placed.get(role.value))
+                for role in run.spec.roles.workers
             ],
         },
     }
@@ -96,6 +115,23 @@ def gang_labels(run: AgenticRun) -> dict[str, str]:
         return {}
     priority = run.spec.priority_class_name
     return {LABEL_GANG: "true"} | ({LABEL_GANG_PRIORITY: priority} if priority else {})
+
+
+def _placed(template: Manifest, placement: Placement | None) -> Manifest:
+    """Return a pod template for the nodes on which a queue has found quota."""
+    if placement is None:
+        return template
+    metadata, pod = dict(template["metadata"]), dict(template["spec"])
+    metadata["labels"] = dict(placement.labels) | metadata["labels"]
+    if annotations := dict(placement.annotations) | metadata.get("annotations", {}):
+        metadata["annotations"] = annotations
+    if selector := pod.get("nodeSelector", {}) | dict(placement.node_selector):
+        pod["nodeSelector"] = selector
+    tolerations = list(pod.get("tolerations", ()))
+    tolerations += [item for item in placement.tolerations if item not in tolerations]
+    if tolerations:
+        pod["tolerations"] = tolerations
+    return {"metadata": metadata, "spec": pod}
 
 
 def images_in(cluster: Manifest) -> dict[str, str]:
@@ -284,7 +320,9 @@ def _replicas_label(role: str) -> str:
     return f"{GROUP}/{role}-replicas"
 
 
-def _worker_group(run: AgenticRun, role: Role, context: PodContext) -> Manifest:
+def _worker_group(
+    run: AgenticRun, role: Role, context: PodContext, placement: Placement | None
+) -> Manifest:
     replicas = run.spec.roles.replicas(role)
     return {
         "groupName": role.value,
@@ -292,7 +330,7 @@ def _worker_group(run: AgenticRun, role: Role, context: PodContext) -> Manifest:
         "minReplicas": replicas,
         "maxReplicas": replicas,
         "rayStartParams": _ray_start_params(run, role),
-        "template": worker_pod(run, role, context),
+        "template": _placed(worker_pod(run, role, context), placement),
     }
 
 

@@ -155,6 +155,7 @@ def _change(stored: Cluster, *changes: Change) -> str:
         (("spec.imagePullSecrets", ["mine"]), "spec.imagePullSecrets"),
         (("spec.code", {"configMap": "mine"}), "spec.code"),
         (("spec.huggingFace", {"offline": True}), "spec.huggingFace"),
+        (("spec.queue", {"name": "research"}), "spec.queue"),
         (("spec.checkpoint", {"uri": "/data"}), "spec.checkpoint"),
         (("spec.tracking.tensorboard", False), "spec.tracking"),
         (("spec.scheduling", {"gang": True}), "spec.scheduling"),

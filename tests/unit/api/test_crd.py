@@ -137,7 +137,7 @@ def test_required_fields_are_those_that_no_default_can_guess() -> None:
         ".pipeline.warmup.steps", ".pipeline.warmup.dataset.path",
         ".pipeline.envs[].dataset.path",
         ".pipeline.rewards[].name", ".pipeline.rewards[].type", ".tracking.wandb.project",
-        ".network.egress[].role",
+        ".network.egress[].role", ".queue.name",
     }  # fmt: skip
 
 

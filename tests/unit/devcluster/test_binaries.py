@@ -7,11 +7,26 @@ from pathlib import Path
 import pytest
 
 import devcluster
-from devcluster.binaries import MINIMUM_GO, PROGRAMS, Binaries, GoProgram, module_key, recent_enough
-from devcluster.settings import HELM_VERSION, KUBERAY_VERSION, KUBERNETES_VERSION, Settings
+from devcluster.binaries import (
+    MINIMUM_GO,
+    PARTS,
+    PROGRAMS,
+    Binaries,
+    GoProgram,
+    module_key,
+    recent_enough,
+)
+from devcluster.settings import (
+    HELM_VERSION,
+    KUBERAY_VERSION,
+    KUBERNETES_VERSION,
+    KUEUE_VERSION,
+    Settings,
+)
 
 _GO = Path(devcluster.__file__).parent / "go"
 _PROGRAM = GoProgram("tool", 1)
+_ALL = (*PROGRAMS, *PARTS.values())
 
 
 @pytest.fixture
@@ -42,8 +57,8 @@ def test_key_tells_a_renamed_file(module: Path) -> None:
 
 
 def test_every_program_has_its_committed_module() -> None:
-    assert {program.name for program in PROGRAMS} == {path.name for path in _GO.iterdir()}
-    for program in PROGRAMS:
+    assert {program.name for program in _ALL} == {path.name for path in _GO.iterdir()}
+    for program in _ALL:
         assert (_GO / program.name / "go.mod").is_file()
         if program.name != "pause":  # it needs the standard library only
             assert (_GO / program.name / "go.sum").is_file()
@@ -55,6 +70,7 @@ def test_every_program_has_its_committed_module() -> None:
         ("kube-all", "k8s.io/kubernetes", KUBERNETES_VERSION),
         ("kuberay-operator", "github.com/ray-project/kuberay/ray-operator", KUBERAY_VERSION),
         ("helm", "helm.sh/helm/v3", HELM_VERSION),
+        ("kueue", "sigs.k8s.io/kueue", KUEUE_VERSION),
     ],
 )
 def test_modules_pin_the_versions_that_the_settings_name(
@@ -66,7 +82,7 @@ def test_modules_pin_the_versions_that_the_settings_name(
 
 
 def test_modules_need_no_newer_go_than_the_tool_asks_for() -> None:
-    for program in PROGRAMS:
+    for program in _ALL:
         needed = re.search(
             r"^go (\d+)\.(\d+)", (_GO / program.name / "go.mod").read_text(), re.MULTILINE
         )
@@ -78,8 +94,8 @@ def test_modules_need_no_newer_go_than_the_tool_asks_for() -> None:
     ("version", "enough"),
     [
         ("go1.26.8", True),
-        ("go1.25", True),
-        ("go1.24.9", False),
+        ("go1.26", True),
+        ("go1.25.9", False),
         ("go2.0", True),
         ("devel go1.27-abc", True),
         ("", False),
@@ -92,6 +108,11 @@ def test_go_release_is_compared_by_number(version: str, enough: bool) -> None:
 def test_kubernetes_commands_are_names_of_one_file(settings: Settings) -> None:
     paths = Binaries(settings).paths()
     assert paths["kubelet"].parent == paths["kubectl"].parent == paths["kube-all"].parent
+
+
+def test_kueue_image_tag_in_the_kustomization_is_the_pinned_version() -> None:
+    text = (Path(devcluster.__file__).parent / "manifests/kueue/kustomization.yaml").read_text()
+    assert f"newTag: {KUEUE_VERSION}" in text
 
 
 def test_kuberay_image_tag_in_the_kustomization_is_the_pinned_version() -> None:

@@ -236,3 +236,16 @@ def test_static_image_holds_its_program_as_an_executable(tmp_path: Path) -> None
         layer = image.extractfile(manifest[0]["Layers"][0])
         with tarfile.open(fileobj=layer) as files:
             assert files.getmember("manager").mode == 0o755
+
+
+def test_parts_are_refused_where_the_cluster_is_not_ours(
+    settings: Settings, machine: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DevclusterError, match="install these in context lab yourself"):
+        ContextCluster(replace(settings, context="lab")).up(("kueue",))
+
+
+def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["up", "--with", "kueue,kwok"])
+    assert "no part 'kwok': there are kueue" in capsys.readouterr().err

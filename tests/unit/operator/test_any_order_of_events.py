@@ -15,7 +15,8 @@ from agenticrun_api import Outcome, Phase, Role
 from agenticrun_api.status import CheckpointStatus, StopCause
 from agenticrun_operator.errors import ClusterError, Denied, WebhookUnavailable
 from agenticrun_operator.planning.times import format_time
-from agenticrun_operator.resources import POLICY_KIND, OperatorKey
+from agenticrun_operator.resources import POLICY_KIND, OperatorKey, workloads
+from fake_kueue import FakeKueue
 from operator_world import KEY, NAME, Gpus, Operator, World
 
 MAX_RESTARTS = 3
@@ -29,10 +30,14 @@ class AnyOrder(RuleBasedStateMachine):
         settled=st.booleans(),
         rejoin_seconds=st.sampled_from([0.0, 27.0]),
         walled=st.booleans(),
+        queued=st.booleans(),
     )
-    def start(self, settled: bool, rejoin_seconds: float, walled: bool) -> None:
-        self.world = World(rejoin_seconds=rejoin_seconds)
+    def start(self, settled: bool, rejoin_seconds: float, walled: bool, queued: bool) -> None:
+        kueue = FakeKueue() if queued else None
+        self.world = World(rejoin_seconds=rejoin_seconds, kueue=kueue)
+        queue = {"name": "research", "preemption": {"graceSeconds": 60}}
         self.world.apply_run(
+            *([("spec.queue", queue)] if queued else []),
             (
                 "spec.failurePolicy",
                 {
@@ -175,6 +180,51 @@ class AnyOrder(RuleBasedStateMachine):
                 if pod["metadata"]["uid"] not in self.world.lost:
                     del self.world.objects["Pod", pod["metadata"]["name"]]
 
+    @rule(free=st.booleans())
+    def quota_is_free_or_not(self, free: bool) -> None:
+        if self.world.kueue:
+            self.world.kueue.free = free
+
+    @rule(works=st.booleans())
+    def kueue_works_or_not(self, works: bool) -> None:
+        if self.world.kueue:
+            self.world.kueue.works = works
+
+    @rule(active=st.booleans())
+    def workload_is_deactivated_or_activated(self, active: bool) -> None:
+        if self.world.workload:
+            self.world.workload["spec"]["active"] = active
+
+    @rule(reason=st.sampled_from(["Preempted", "ClusterQueueStopped", "AdmissionCheck"]))
+    def kueue_evicts(self, reason: str) -> None:
+        found, kueue = self.world.workload, self.world.kueue
+        if found and kueue and workloads.holds_quota(found):
+            kueue.evict(found, self.world.now, reason)
+
+    @rule(heeds=st.booleans())
+    def kueue_evicts_until_it_has_its_quota_back(self, heeds: bool) -> None:
+        """Whatever the faults, the pods go and then the quota; a driver may heed the request."""
+        self.kueue_evicts("Preempted")
+        world = self.world
+        if not world.workload or not workloads.is_evicted(world.workload):
+            return
+        world.watches_hang = False
+        world.delete_errors.clear()
+        asked = world.stop_requests
+        for _ in range(80):
+            if not world.workload or not workloads.holds_quota(world.workload):
+                break
+            world.collect_garbage()
+            self.evicted_pods_are_gone()
+            world.make_pods()
+            asyncio.run(self.operators[0].reconcile())
+            if heeds and world.stop_requests > asked and world.live_jobs():
+                self.driver_saves_a_checkpoint()
+                world.end_driver(Outcome.STOPPED)
+            world.now += timedelta(seconds=5)
+        assert not world.workload or not workloads.holds_quota(world.workload)
+        assert world.pods() == []
+
     @rule(replicas=st.integers(0, 3))
     def cluster_is_edited(self, replicas: int) -> None:
         cluster = self.world.objects.get(("RayCluster", NAME))
@@ -314,6 +364,10 @@ class AnyOrder(RuleBasedStateMachine):
             self.cluster_is_deleted()
 
     @invariant()
+    def pods_have_quota_and_quota_outlives_them(self) -> None:
+        assert self.world.quota_faults == []
+
+    @invariant()
     def attempts_never_overlap(self) -> None:
         assert len(self.world.live_jobs()) <= 1
 
@@ -387,10 +441,13 @@ class AnyOrder(RuleBasedStateMachine):
         world.bind_claims()
         world.collect_garbage()
         world.gpus = None
+        self.kueue_works_or_not(works=True)
+        self.workload_is_deactivated_or_activated(active=True)
         world.evict_lost_pods()
         for _ in range(400):
             if world.status.phase.finished and world.status.completion_time:
                 break
+            self.quota_is_free_or_not(free=True)
             world.make_pods()
             asyncio.run(self.operators[0].reconcile())
             self.heed_advice_about_tokens()
@@ -402,6 +459,14 @@ class AnyOrder(RuleBasedStateMachine):
         if world.status.phase is Phase.FAILED and not self.claim_was_deleted:
             assert world.status.failures_without_progress == MAX_RESTARTS + 1
         self.the_end_is_final()
+        for _ in range(40):
+            world.collect_garbage()
+            self.evicted_pods_are_gone()
+            asyncio.run(self.operators[0].reconcile())
+            world.now += timedelta(seconds=5)
+        if world.workload and not world.pods():
+            assert workloads.is_finished(world.workload)
+        self.pods_have_quota_and_quota_outlives_them()
         world.run["metadata"]["finalizers"] = ["example.com/slow"]
         world.delete_run()
         for _ in range(3):

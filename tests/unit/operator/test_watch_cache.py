@@ -10,7 +10,7 @@ import pytest
 
 from agenticrun_api import Phase, Role
 from agenticrun_api.names import LABEL_ROLE, LABEL_RUN
-from agenticrun_operator.watch_cache import WatchedObjects, cluster_summary
+from agenticrun_operator.watch_cache import WatchedObjects, cluster_summary, workload_summary
 from operator_world import NAME, NAMESPACE, Operator, World
 
 HEAD = ["get job", "get progress"]
@@ -168,3 +168,17 @@ def test_a_pod_that_moves_to_another_run_reports_both() -> None:
     assert changed == [(NAMESPACE, NAME), (NAMESPACE, NAME), (NAMESPACE, "river")]
     assert watched.pods.of_run((NAMESPACE, NAME)) == ()
     assert len(watched.pods.of_run((NAMESPACE, "river")) or ()) == 1
+
+
+def test_of_a_workload_the_templates_are_not_kept() -> None:
+    pod_set = {"name": "env", "count": 2, "template": {"spec": {"containers": ["much"]}}}
+    workload = {
+        "metadata": {"name": "agenticrun-lake", "managedFields": ["many"]},
+        "spec": {"queueName": "research", "podSets": [pod_set]},
+        "status": {"conditions": []},
+    }
+    assert workload_summary(workload) == {
+        "metadata": {"name": "agenticrun-lake"},
+        "spec": {"queueName": "research", "podSets": [{"name": "env", "count": 2}]},
+        "status": {"conditions": []},
+    }

@@ -336,7 +336,7 @@ async def test_with_many_namespaces_watches_live_longer(
         async with many.watch_objects(KIND, "blue", None, "5"):
             pass
     ((_, seconds),) = stub.lifetimes
-    assert 32 <= seconds <= 40, "400 watches, of which ten begin per second"
+    assert 48 <= seconds <= 60, "600 watches, of which ten begin per second"
 
 
 async def test_a_watch_that_ends_at_its_time_goes_on_without_a_list(
@@ -383,3 +383,34 @@ async def test_a_missing_crd_and_a_missing_namespace_are_told_from_a_missing_obj
     details = {"kind": "rayclusters", "name": "lake"}
     stub.answers["/rayclusters"] = (404, {"kind": "Status", "details": details, "message": "x"})
     assert await kube.get("RayCluster", "blue", "lake") is None
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (404, "404 page not found"),
+        (403, FORBIDDEN | {"message": 'User "operator" cannot list resource "workloads"'}),
+    ],
+    ids=["no-crd", "no-right"],
+)
+async def test_an_optional_kind_that_is_absent_is_no_trouble_and_is_found_later(
+    stub: StubApiserver,
+    kube: KubeClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    status: int,
+    body: Any,
+) -> None:
+    monkeypatch.setattr(watches, "ABSENT_SECONDS", 0.05)
+    stub.answers["/workloads"] = (status, body)
+    seen = Seen()
+    watch = Watch(kube, "Workload", "blue", LABEL_RUN, seen.cache, optional=True)
+    task = asyncio.create_task(watch.run())
+    await asyncio.sleep(0.3)
+    assert seen.known("blue/lake") is None
+    assert "retries" not in caplog.text
+    stub.names = [("blue", "lake")]
+    stub.answers.clear()
+    assert await seen.next() == "blue/lake"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

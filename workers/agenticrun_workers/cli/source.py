@@ -624,7 +624,7 @@ class ClusterSource(RunSource):
     def _reader(self, run: AgenticRun, output: Path) -> Iterator[str]:
         """Yield the name of a pod that has the output folder; it lasts as long as the context."""
         phase = run.status.phase
-        if not phase.finished and phase is not Phase.SUSPENDED:
+        if not phase.finished and phase not in (Phase.SUSPENDED, Phase.QUEUED):
             # The run's own pods need the volume, perhaps on another node.
             raise SourceError(f"the run is {phase} and has no head pod: try again when it trains")
         volume = output_volume(run, output)
@@ -632,7 +632,7 @@ class ClusterSource(RunSource):
             none = run.spec.checkpoint is not None and run.spec.checkpoint.none
             reason = "it saves no checkpoints (checkpoint.none)" if none else f"{output} was theirs"
             raise Unreadable(f"the run's output was lost with its pods: {reason}")
-        state = "has ended" if phase.finished else "is suspended"
+        state = "has ended" if phase.finished else f"is {phase.lower()}"
         typer.echo(
             f"the run {state}: reading its output from {volume} with a pod, which takes seconds, "
             "or minutes if its node pulls the image",

@@ -1,0 +1,205 @@
+"""Runs that wait in a queue of Kueue: asked for, admitted, evicted, given back.
+
+A run with a queue has pods only while Kueue admits its Workload (`situation.find_cause`): one that
+is not admitted is stopped, if it trains, and waits without pods. The Workload is made when nothing
+is in the way of the run but quota, and its quota is given back only when no pod of the run is left.
+An eviction keeps the Workload, and so the place in the queue. A run that is suspended, or that has
+given back pods which could not start, leaves the queue: it gets a new place when it comes back.
+"""
+
+from __future__ import annotations
+
+from agenticrun_api import ConditionType, Phase, Reason
+from agenticrun_api.status import StopCause
+from agenticrun_operator import errors, resources
+from agenticrun_operator.planning import children, situation, times
+from agenticrun_operator.planning.children import Obstacle
+from agenticrun_operator.planning.result import Delete, Result, Said, text
+from agenticrun_operator.planning.situation import State
+from agenticrun_operator.resources import CLAIM_KIND, Child, Manifest, workloads
+
+ANSWER_SECONDS = 30.0
+"""Time in which Kueue answers a new Workload. After it, its controller may be stopped."""
+_NEEDS_A_USER = frozenset(
+    {"ExceedsMaxQuota", "Inadmissible", "Misconfigured", "NoMatchingFlavor", "Suspended"}
+)
+"""Reasons of Kueue for which no run that ends makes room."""
+_NEVER_FITS = "maximum capacity"
+"""Words of Kueue about a request that is larger than the quota of the ClusterQueue."""
+
+
+def grace_seconds(state: State) -> int:
+    """Return the time from an eviction until the pods are deleted, in seconds."""
+    queue = state.run.spec.queue
+    return queue.preemption.grace_seconds if queue else 0
+
+
+def find_obstacle(state: State) -> Obstacle | None:
+    """Return what keeps a run without a place in its queue from getting one, or None."""
+    queue, error = state.run.spec.queue, state.creation_error
+    if isinstance(error, errors.NotServed):
+        return children.KUEUE_MISSING
+    if state.workload and not state.observed.queue.error:
+        return None
+    if obstacle := children.find_obstacle(state):
+        return obstacle
+    name = queue.priority_class if queue else None
+    if name and state.observed.queue.priority is None:
+        message = f"WorkloadPriorityClass {name} does not exist: an administrator must create it"
+        return Obstacle(Reason.INADMISSIBLE, message)
+    return None
+
+
+def wait(state: State, obstacle: Obstacle | None, way_on: str) -> Result:
+    """Wait in the queue. The run has no pods.
+
+    Args:
+        state: the state.
+        obstacle: what keeps the run out of its queue.
+        way_on: from where the run continues, as a predicate.
+    """
+    if obstacle:
+        result = children.report_obstacle(state, obstacle)
+        phase = Phase.QUEUED if state.status.job else Phase.PENDING
+        said = Said("True", obstacle.reason, obstacle.message)
+        return result | Result(fields={"phase": phase}, conditions={ConditionType.QUEUED: said})
+    found = state.workload
+    if found is None:
+        return _ask(state) | _report(state, Reason.QUEUED, "Kueue is asked for quota", way_on)
+    if resources.is_deleting(found):
+        why = f"waiting until Workload {workloads.name_of(state.run)} is deleted"
+        return _report(state, Reason.QUEUED, why, way_on)
+    if workloads.is_finished(found) or _is_outdated(state, found):
+        why = f"a new Workload takes the place of {workloads.name_of(state.run)}"
+        return leave(state) | _report(state, Reason.QUEUED, why, way_on)
+    released = Result()
+    if workloads.is_evicted(found) and workloads.holds_quota(found) and not state.holds_pods:
+        released = _change(state, workloads.released(found, times.format_time(state.now)))
+    return released | _report(state, *_words(state, found), way_on)
+
+
+def _is_outdated(state: State, found: Manifest) -> bool:
+    """Return True if a Workload does not ask for the pods that the run has in its spec now.
+
+    One that holds quota for more pods than these is kept.
+    """
+    if workloads.holds_quota(found) and not workloads.is_evicted(found):
+        return not situation.is_covered(state, found)
+    return workloads.pod_counts(found) != state.wanted_pods
+
+
+def _ask(state: State) -> Result:
+    """Create the Workload."""
+    run, priority = state.run, state.observed.queue.priority
+    claim = state.observed.child(CLAIM_KIND, resources.claim_name(run))
+    value = int(priority.get("value", 0)) if priority else None
+    return Result(create=(workloads.build(run, state.images, value, claim),), look_after=2.0)
+
+
+def _report(state: State, reason: Reason, words: str, way_on: str) -> Result:
+    """Show why the run waits, in the words of Kueue."""
+    assert state.run.spec.queue is not None
+    message = f"queue {state.run.spec.queue.name}: {words}"
+    if trouble := state.observed.workload_trouble:
+        message = f"{message}; the Workload cannot be changed: {trouble[0]}"
+    if state.status.job:
+        message = f"{message}; once admitted, the run {way_on}"
+    if reason is Reason.DEACTIVATED:
+        said = Said("True", reason, message, event="Warning")
+        shown = {"phase": Phase.SUSPENDED, "message": text(message)}
+        conditions = {ConditionType.SUSPENDED: said}
+        return not_queued(reason, words) | Result(fields=shown, conditions=conditions)
+    waits = Said("True", reason, message, "Normal" if reason is Reason.QUEUED else "Warning")
+    gone = Said("False", Reason.QUEUED, "", optional=True)
+    return Result(
+        fields={"phase": Phase.QUEUED, "message": text(message)},
+        conditions={ConditionType.QUEUED: waits, ConditionType.SUSPENDED: gone},
+    )
+
+
+def _words(state: State, found: Manifest) -> tuple[Reason, str]:
+    """Return why a Workload is not admitted: a reason, and what Kueue says."""
+    name = workloads.name_of(state.run)
+    if not workloads.is_active(found):
+        return (
+            Reason.DEACTIVATED,
+            f"Workload {name} is deactivated: an administrator must set its spec.active to true",
+        )
+    if workloads.is_evicted(found) and workloads.holds_quota(found):
+        return Reason.QUEUED, str(workloads.condition_of(found, "Evicted").get("message", ""))
+    reserved = workloads.condition_of(found, "QuotaReserved")
+    if not reserved:
+        waited = state.seconds_since(found["metadata"].get("creationTimestamp"))
+        stopped = "; its controller may be stopped" if waited > ANSWER_SECONDS else ""
+        return Reason.QUEUED, f"Kueue has not answered Workload {name} yet{stopped}"
+    if workloads.holds_quota(found):
+        checks = found.get("status", {}).get("admissionChecks") or ()
+        open_ones = [
+            f"{check['name']} is {check['state']} ({check.get('message', '')})"
+            for check in checks
+            if check["state"] != "Ready"
+        ]
+        awaited = f"; admission check {open_ones[0]}" if open_ones else ""
+        return Reason.QUEUED, f"{reserved.get('message', '')}{awaited}"
+    message = reserved.get("message", "")
+    if reserved.get("reason") in _NEEDS_A_USER or _NEVER_FITS in message:
+        move = "make the run smaller, choose another queue, or ask its administrator"
+        return Reason.INADMISSIBLE, f"{message} ({move})"
+    return Reason.QUEUED, message
+
+
+def admitted_by(state: State) -> str:
+    """Return who has admitted a run that has waited in a queue; empty if it has not waited."""
+    found, stopped = state.workload, state.status.stopping
+    if found is None or stopped is None or stopped.cause is not StopCause.QUEUE:
+        return ""
+    admission = found.get("status", {}).get("admission") or {}
+    return f"admitted by ClusterQueue {admission.get('clusterQueue', '')}"
+
+
+def not_queued(reason: Reason, message: str) -> Result:
+    """Report that a run with a queue does not wait for Kueue."""
+    said = Said("False", reason, message, optional=True)
+    return Result(conditions={ConditionType.QUEUED: said})
+
+
+def report_ready(state: State) -> Result:
+    """Tell Kueue that the pods of an admitted run are ready, once."""
+    found = state.workload
+    if found is None or not workloads.is_admitted(found) or not state.roles.ready:
+        return Result()
+    changed = workloads.with_ready_pods(found, times.format_time(state.now))
+    return _change(state, changed) if changed else Result()
+
+
+def leave(state: State) -> Result:
+    """Delete the Workload of a run that has no pods, and its place in the queue with it."""
+    found = state.workload
+    if found is None or resources.is_deleting(found) or state.holds_pods:
+        return Result()
+    child = Child(workloads.WORKLOAD_KIND, workloads.name_of(state.run))
+    return children.ask_to_delete(state, Delete(child, found["metadata"]["uid"]))
+
+
+def finish(state: State) -> Result:
+    """Report the end of the run to Kueue when no pod of it is left."""
+    found = state.workload
+    if found is None or workloads.is_finished(found) or resources.is_deleting(found):
+        return Result()
+    if state.holds_pods:
+        return Result()
+    succeeded = state.status.phase is Phase.SUCCEEDED
+    message = state.status.message or state.status.phase.value
+    now = times.format_time(state.now)
+    return _change(state, workloads.finished(found, now, succeeded=succeeded, message=message))
+
+
+def _change(state: State, changed: Manifest) -> Result:
+    """Store the Workload with other conditions, unless the last change failed a moment ago.
+
+    A change that is under way is not sent again: this reads its answer.
+    """
+    trouble = state.observed.workload_trouble
+    failed = trouble is not None and not isinstance(trouble[0], errors.Unanswered)
+    wait = state.wait_to_repeat(trouble[1]) if trouble and failed else 0.0
+    return Result(look_after=wait) if wait > 0 else Result(workload=changed, look_after=2.0)
