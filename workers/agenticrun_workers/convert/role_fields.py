@@ -227,6 +227,10 @@ STRATEGY_CONFIG: Fields = {
         ("tensor_parallel_size", "pipeline_parallel_size"),
         mapped("spec.pipeline.actorInfer.strategy.config", 1),
     ),
+    **dict.fromkeys(
+        ("expert_model_parallel_size", "expert_tensor_parallel_size"),
+        dropped("fsdp2 spreads the experts over its ranks", 1),
+    ),
     **{key: cannot(why, 1, False) for key, why in NOT_OFFERED.items()},
 }
 """Keys that ROLL's own code reads. Their fate depends on the backend: see `models`."""
