@@ -805,6 +805,32 @@ RULE_CASES: tuple[RuleCase, ...] = (
         (("spec.model.initialize.heads", 8),),
     ),
     RuleCase(
+        InitializeModel,
+        "set experts and expertsPerToken",
+        "spec.model.initialize.experts",
+        (("spec.model.initialize.architecture", "qwen3_moe"),),
+        (
+            ("spec.model.initialize.architecture", "qwen3_moe"),
+            ("spec.model.initialize.experts", 4),
+            ("spec.model.initialize.expertsPerToken", 2),
+        ),
+    ),
+    RuleCase(
+        InitializeModel,
+        "expertsPerToken must not exceed",
+        "spec.model.initialize.expertsPerToken",
+        (
+            ("spec.model.initialize.architecture", "qwen3_moe"),
+            ("spec.model.initialize.experts", 2),
+            ("spec.model.initialize.expertsPerToken", 3),
+        ),
+        (
+            ("spec.model.initialize.architecture", "qwen3_moe"),
+            ("spec.model.initialize.experts", 2),
+            ("spec.model.initialize.expertsPerToken", 2),
+        ),
+    ),
+    RuleCase(
         ModelSpec,
         "set exactly one of path",
         "spec.model.path",
