@@ -235,10 +235,6 @@ class Requests:
     ) -> T:
         """Wait for `work`, but cancel it when a stop is requested or one of `failures` fails.
 
-        Finished work returns its result even when a stop was just requested: otherwise the
-        trajectories of a served batch would be lost. A stop comes before a failure: when a node is
-        drained, engines die while a trainer pod still waits for the checkpoint.
-
         Raises:
             StopRequested: before `work` was done.
         """
@@ -250,7 +246,11 @@ class Requests:
         try:
             waiting: list[asyncio.Future[Any]] = [task, stop, *failures]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            # Finished work counts even when a stop was just requested: otherwise the trajectories
+            # of a served batch would be lost.
             if not task.done():
+                # Before failures: when a node is drained, engines die while a trainer pod still
+                # waits for the checkpoint.
                 self.check_stop()
             for failure in failures:
                 if failure.done():

@@ -309,14 +309,8 @@ def plan_batch(
 ) -> list[RankPlan]:
     """Assign each trajectory to a mini-batch and a rank, once per step.
 
-    Mini-batches are random sets of whole groups. The trajectories of each mini-batch are spread
-    over the ranks so that all ranks have nearly the same number of tokens: the ranks wait for the
-    slowest in every optimizer step. A trajectory stays whole, because its returns and advantages
-    are computed on one rank. The members of a group may be on different ranks: their baseline
-    comes from the driver.
-
-    Every epoch has the same mini-batches, in another order: a trajectory cannot change its rank
-    between epochs. The draws depend on (seed, version, epoch) only.
+    Mini-batches are random sets of whole groups, spread over the ranks by tokens. Every epoch has
+    the same ones, in another order. The draws depend on (seed, version, epoch) only.
 
     Args:
         version: the policy version that this step makes.
@@ -339,9 +333,13 @@ def plan_batch(
     chunks: list[list[tuple[int, ...]]] = []
     for chunk in np.array_split(draw(0, len(groups)), count):
         results = [result for index in sorted(chunk) for result in groups[index].results]
+        # In each mini-batch, because the ranks wait for the slowest in every optimizer step. A
+        # trajectory stays whole: its returns and advantages are computed on one rank. Members of a
+        # group may be on different ranks: their baseline comes from the driver.
         shares = balance(results, ranks)
         loads = [sum(result.tokens for result in share) for share in shares]
         heaviest_first = sorted(range(ranks), key=lambda share: -loads[share])
+        # The ranks are even over the whole batch, too.
         lightest_first = sorted(range(ranks), key=lambda rank: tokens[rank])
         places: list[tuple[int, ...]] = [()] * ranks
         for number, rank in zip(heaviest_first, lightest_first, strict=True):
@@ -350,6 +348,7 @@ def plan_batch(
             places[rank] = tuple(range(first, len(items[rank])))
             tokens[rank] += loads[number]
         chunks.append(places)
+    # A trajectory cannot change its rank between epochs, so no epoch has other mini-batches.
     orders = [list(range(count)), *(draw(epoch, count) for epoch in range(1, epochs))]
     return [
         RankPlan(

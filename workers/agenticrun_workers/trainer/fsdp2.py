@@ -163,9 +163,6 @@ def shard(
 ) -> None:
     """Fully shard a module over the ranks, layer by layer. Gradients are summed, not averaged.
 
-    A single rank has nothing to shard, but still goes through FSDP2 when mixed precision or offload
-    is on, so that there is only one code path.
-
     Args:
         module: the root. Its parameters may be on the meta device.
         layers: parts that are gathered one at a time.
@@ -173,11 +170,11 @@ def shard(
         device: of the computation.
         dtype: of the computation. Parameters and gradients keep their own.
         options: of the run.
-        kept: the layer that computes last. Its backward pass follows its forward pass at once, so
-            freeing its weights would only gather them twice.
+        kept: the layer that computes last.
     """
     own = kept_dtype(module)
-    # Plain PyTorch: a single rank shards nothing, converts nothing and offloads nothing.
+    # Plain PyTorch: a single rank shards nothing, converts nothing and offloads nothing. With mixed
+    # precision or offload it goes through FSDP2, so that there is only one code path.
     if ranks.size == 1 and dtype == own and not options.offload_policy:
         return
     # FSDP2 needs a process group, also of one rank.
@@ -202,6 +199,8 @@ def shard(
         else OffloadPolicy()
     )
     for unit in [*layers, module]:
+        # The backward pass of the last layer follows its forward pass at once: to free its weights
+        # would only gather them twice.
         reshard = options.reshard_after_forward and unit is not module and unit is not kept
         fully_shard(
             unit,

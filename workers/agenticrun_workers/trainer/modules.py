@@ -224,16 +224,13 @@ def can_pack(decoder: PreTrainedModel, device: torch.device | None = None) -> bo
 
 @torch.no_grad()
 def try_varlen(decoder: PreTrainedModel, device: torch.device) -> bool:
-    """Give the decoder the attention of `varlen`, if it keeps packed sequences apart with it.
-
-    Not for models whose layers attend in another way than to all tokens, or to a window of them,
-    before a token: the short sequences of the probe would not show it.
-    """
+    """Give the decoder the attention of `varlen`, if it keeps packed sequences apart with it."""
     config = decoder.config
     kinds = set(getattr(config, "layer_types", None) or ())
     if (
         config._attn_implementation != "sdpa"
         or not decoder._supports_attention_backend
+        # The short sequences of the probe would not show another kind of attention.
         or not kinds <= {"full_attention", "sliding_attention"}
     ):
         return False

@@ -4,8 +4,7 @@ One actor per node owns a folder of buckets that engines map. On the first train
 trainer writes into it; elsewhere buckets arrive through `NodeWeights.receive` or `fetch`. Where
 only LoRA adapters travel, an `AdapterNode` merges them into whole weights, once for all engines.
 
-The folder must not outlive the run, because shared memory is freed by nothing else: a shell waits
-for the end of the actor's process and deletes it, also after kill -9.
+The folder does not outlive the run, also after kill -9 (`SharedFolder`).
 """
 
 from __future__ import annotations
@@ -46,14 +45,13 @@ PREFIX = "agenticrun-"
 MAX_NAME = 200
 """Most characters of the run's name in a folder's name, which may have 255 bytes."""
 
+# Nothing else frees shared memory.
 _DELETE_AT_END = 'exec 3<&0; (read -r _ <&3; rm -rf -- "$1") >/dev/null 2>&1 &'
 """Waits for the end of its input, which comes when no process holds the other end of the pipe."""
 
 
 class SharedFolder:
     """A new folder in shared memory, deleted when this process ends, however it ends.
-
-    The shell that deletes it is detached, because Ray ends the children of a worker with it.
 
     Args:
         name: becomes a part of the folder's name; the run's.
@@ -62,6 +60,7 @@ class SharedFolder:
     def __init__(self, name: str) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name[:MAX_NAME]}-", dir=SHARED_MEMORY))
         command = ["/bin/sh", "-c", _DELETE_AT_END, "agenticrun-weights", str(self.path)]
+        # Detached, because Ray ends the children of a worker with it.
         shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert shell.stdin is not None
         self._lifeline = shell.stdin

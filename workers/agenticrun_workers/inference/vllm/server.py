@@ -176,14 +176,7 @@ class VllmServer:
 
 
 def defaults(*, gpu: bool, shares_gpus: bool) -> dict[str, Any]:
-    """Return the options that `strategy.config` may replace.
-
-    An engine that shares its GPUs with a trainer can sleep.
-
-    Without a GPU: no compilation, because its warm-up costs more than a small model ever gains; the
-    worker inside the engine's process; and a fixed cache, because vLLM would allocate and zero
-    whole GiBs at the start.
-    """
+    """Return the options that `strategy.config` may replace."""
     common = {
         "skip_tokenizer_init": True,
         "disable_uvicorn_access_log": True,
@@ -191,10 +184,14 @@ def defaults(*, gpu: bool, shares_gpus: bool) -> dict[str, Any]:
         "scheduling_policy": "priority",
     }
     if gpu:
+        # An engine that shares its GPUs with a trainer can sleep.
         return common | ({"enable_sleep_mode": True} if shares_gpus else {})
     return common | {
+        # The warm-up of compilation costs more than a small model ever gains.
         "enforce_eager": True,
+        # The worker inside the engine's process.
         "distributed_executor_backend": "uni",
+        # Without a fixed cache, vLLM allocates and zeroes whole GiBs at the start.
         "kv_cache_memory_bytes": CPU_CACHE_BYTES,
     }
 
