@@ -177,7 +177,7 @@ class RewardKl(Model):
     """Target of the adaptive controller: mean KL per response token. Without it, the coefficient is
     constant."""
     horizon: Annotated[int, Field(ge=1, le=1_000_000_000)] = 10_000
-    """Number of trajectories over which the adaptive controller corrects an error."""
+    """Trajectories over which the adaptive controller corrects an error."""
 
 
 class LossKl(Model):
@@ -221,12 +221,12 @@ class Truncated(Model):
 
     mode: Literal["train", "mask", "zero_reward", "soft_penalty"] = "train"
     """train: train on them as they are. mask: keep them in the statistics but not in the loss.
-    zero_reward: set the environment's reward to 0. soft_penalty: DAPO's overlong shaping, which
-    depends on length alone and applies to every trajectory."""
+    zero_reward: set the environment's reward to 0. soft_penalty: DAPO's overlong shaping of every
+    trajectory by its length."""
     limit: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
     """Response tokens of a trajectory at which soft_penalty reaches `penalty`."""
     buffer: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
-    """Number of response tokens before `limit` over which soft_penalty grows from 0."""
+    """Response tokens before `limit` over which soft_penalty grows from 0."""
     penalty: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Amount subtracted from the reward at `limit`."""
 
@@ -399,7 +399,7 @@ class Algorithm(Model):
     dual_clip: Annotated[float, Field(gt=1, le=100)] | None = None
     """Bound c of the dual clip for negative advantages. Not set: no dual clip."""
     ppo_epochs: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of passes of actor and critic over a batch."""
+    """Passes of actor and critic over a batch."""
     entropy_loss_coef: Coefficient = 0.0
     """Coefficient of the entropy bonus. 0: no bonus."""
     loss_agg_mode: Literal[
@@ -415,19 +415,18 @@ RunningOver = Literal["batch", "group", "running", "none"]
 
 
 class RewardNormalization(Model):
-    """Normalisation of rewards, for estimators without their own baseline.
-
-    running: all trajectories that the run has trained on so far, this batch included; with grouping
-    tag, those of the tag. Checkpoints contain their mean and deviation.
+    """Normalisation of rewards, for estimators without their own baseline. running: all
+    trajectories trained on so far, this batch included (of the tag, with grouping tag); kept in
+    checkpoints.
     """
 
     grouping: Literal["batch", "group", "tag", "state"] = "batch"
     """The meaning of `group` below: the batch, the trajectory's group, its tag, or (step_reinforce)
     equal states of its group."""
     norm_mean_type: RunningOver = "none"
-    """The set whose mean is subtracted: batch, group, running or none."""
+    """The set whose mean is subtracted."""
     norm_std_type: RunningOver = "none"
-    """The set whose standard deviation is the divisor: batch, group, running or none."""
+    """The set whose standard deviation is the divisor."""
 
 
 Level = Literal["token", "segment", "geometric", "sequence"]
@@ -476,8 +475,7 @@ class RatioFilter(Model):
     )
 
     level: Level = "token"
-    """Level of the ratio: token, segment (a turn's geometric mean), geometric (the sample's
-    geometric mean) or sequence (the sample's product)."""
+    """Level of the ratio, as in isWeight."""
     ratio_low: Coefficient | None = None
     """Smallest ratio exp(trainer - engine) to keep."""
     ratio_high: Coefficient | None = None
@@ -512,18 +510,17 @@ class Guards(Model):
     """
 
     max_skipped_steps: Annotated[int, Field(ge=1, le=10_000)] = 10
-    """Number of consecutive optimizer steps that may be skipped because the gradient is not finite,
+    """Consecutive optimizer steps that may be skipped because the gradient is not finite,
     before the run fails."""
     max_logprob_gap: Bound = 0.1
-    """Alarm above this mean |trainer's log-prob - engine's log-prob| with the same weights. A run
-    stops before its first step if they differ by more than rounding explains, and by more than this
-    value, if it is above its default."""
+    """Alarm above this mean |trainer's log-prob - engine's log-prob| with the same weights. Above
+    its default, it is also the gap before the first step at which a run stops."""
     min_entropy: Bound | None = None
     """Alarm below this mean entropy of the sampled tokens, in nats: the policy has collapsed."""
     max_zero_variance_share: Share | None = None
-    """Alarm above this share of groups with equal rewards, which contribute no gradient. For
-    algorithms that compare the trajectories of a group."""
+    """Alarm above this share of groups with equal rewards, which give no gradient. For algorithms
+    that compare the trajectories of a group."""
     patience: Annotated[int, Field(ge=1, le=10_000)] = 3
-    """Number of consecutive steps in which the condition of an alarm must hold."""
+    """Consecutive steps in which the condition of an alarm must hold."""
     action: Literal["Report", "Fail"] = "Report"
     """Report: report the alarm only. Fail: also fail the run."""

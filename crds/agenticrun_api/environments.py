@@ -18,15 +18,15 @@ class DatasetSpec(Model):
     """
 
     path: Path
-    """A file, glob or folder that every env pod can read, or a name on the Hugging Face Hub. JSON
-    and CSV files may end with .gz or .zst."""
+    """A file, glob or folder on every env pod, or a name on the Hugging Face Hub. JSON and CSV
+    files may end with .gz or .zst."""
     split: Annotated[str, Field(min_length=1, max_length=253)] = "train"
     """Split for training."""
     val_split: Annotated[str, Field(min_length=1, max_length=253)] | None = None
     """Split for validation. Default: `valShare` of `split` is held out."""
     val_share: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of `split` that is held out for validation if `valSplit` is not set. Nothing is held
-    out if valEnvs does not have the tag, or of a warm-up without valEnvs."""
+    """Share of `split` that is held out for validation without `valSplit`. Nothing is held out if
+    valEnvs does not have the tag, or of a warm-up without valEnvs."""
     shuffle: bool = True
     """Shuffle in each epoch, with a seed from pipeline.seed."""
     columns: Annotated[dict[str, Annotated[str, Field(max_length=253)]], Field(max_length=64)] = {}
@@ -40,8 +40,8 @@ class AgentSpec(Model):
 
     type: PlugIn = "multi_turn"
     """multi_turn: one growing conversation (StarPO). step_wise: a new prompt each turn, with the
-    newest turns as history (GiGPO). math_multi_turn: AReaL's math agent. outside: a program of any
-    framework, through an OpenAI-compatible endpoint. Or module:Class."""
+    newest turns as history (GiGPO). math_multi_turn: AReaL's math agent. outside: any program that
+    calls an OpenAI-compatible endpoint. Or module:Class."""
     config: Open = {}
     """Keyword arguments of the agent."""
 
@@ -74,16 +74,14 @@ class EnvSpec(Model):
     max_tokens_per_step: Annotated[int, Field(ge=1, le=131_072)] = 128
     """Token limit of one response, including the end-of-turn token."""
     step_timeout_seconds: Annotated[float, Field(gt=0, le=86_400)] | None = None
-    """A reset or step that takes longer ends the episode with stop reason timeout. Default: 60; no
-    limit in deterministic mode."""
+    """A longer reset or step ends the episode with stop reason timeout. Default: 60; no limit in
+    deterministic mode."""
     isolated: bool = False
-    """Run each environment in its own process. If it crashes, hangs in C code or leaks memory, only
-    its own episode is lost, not all episodes of the env worker. Costs 15 ms and some MB per
-    environment, and 0.1 ms per call."""
+    """Run each environment in its own process, so that a crash, a hang in C code or a memory leak
+    costs its episode only. Costs 15 ms and some MB per environment, and 0.1 ms per call."""
     max_concurrent: Annotated[int, Field(ge=1, le=65_536)] | None = None
-    """Episodes of this environment that one env worker plays at the same time; others wait for a
-    place. For servers with few places: they need maxConcurrent times roles.env.replicas. Default:
-    as many as trainEnvs.maxEnvsPerWorker allows."""
+    """Concurrent episodes of this environment in one env worker; others wait. A server needs
+    maxConcurrent times roles.env.replicas places. Default: as trainEnvs.maxEnvsPerWorker allows."""
     format_penalty: Annotated[float, Field(ge=-1e6, le=0)] = 0.0
     """Added to the reward of each turn without a valid action."""
     agent: AgentSpec = AgentSpec()
@@ -120,14 +118,14 @@ class GroupFilter(Model):
     """Filter of finished groups. Rejected groups are not trained on; others are run instead."""
 
     type: PlugIn = "zero_variance"
-    """zero_variance (rejects groups with rewards that are equal up to rounding), or
-    module:function, which gets the list of rewards and returns True to reject the group."""
+    """zero_variance (rejects groups whose rewards are equal up to rounding), or module:function,
+    which gets the list of rewards and returns True to reject."""
     max_rejected: Annotated[int, Field(ge=1, le=1_000_000)] = 64
-    """Number of groups that may be rejected for one batch before the run fails."""
+    """Groups that may be rejected for one batch before the run fails."""
 
 
 class EnvGroups(Model):
-    """Number of concurrent episodes, and their environments."""
+    """Concurrent episodes, and their environments."""
 
     RULES = (
         unique("tags", message="tags names a tag twice"),
@@ -152,15 +150,15 @@ class EnvGroups(Model):
     )
 
     groups: Annotated[int, Field(ge=1, le=65_536)]
-    """Number of groups that run at the same time."""
+    """Groups that run at the same time."""
     group_size: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Number of episodes in a group, all of the same level."""
+    """Episodes in a group, all of the same level."""
     tags: Annotated[list[Tag], Field(min_length=1, max_length=64)]
     """Tags of the environments to play."""
     partition: (
         Annotated[list[Annotated[int, Field(ge=0, le=65_536)]], Field(max_length=64)] | None
     ) = None
-    """Number of groups of each tag. Default: divided evenly."""
+    """Groups of each tag. Default: divided evenly."""
 
     def shares(self) -> dict[str, int]:
         """Return the number of groups of each tag."""

@@ -69,9 +69,8 @@ SECTIONS = (
             Metric(
                 "rollout/score/mean",
                 "reward",
-                "sum of a trajectory's rewards from environment and judges, over the batch. "
-                "If an agent makes several trajectories of an episode, `env/` and `val/` "
-                "count the episode once, with their mean",
+                "sum of a trajectory's rewards from environment and judges. Of several "
+                "trajectories of one episode, `env/` and `val/` count the mean",
                 rank=4,
                 column=Column(0, "reward", "{:.3f}"),
             ),
@@ -79,7 +78,7 @@ SECTIONS = (
             Metric(
                 "rollout/success/mean",
                 "share",
-                "success over those episodes of the batch for which the environment measures it",
+                "success over the episodes for which the environment measures it",
                 rank=5,
                 series=True,
                 column=Column(1, "success", "{:.3f}"),
@@ -94,10 +93,9 @@ SECTIONS = (
             Metric(
                 "rollout/aborted_tokens",
                 "tokens",
-                "sampled and discarded, because weights changed (`partialRollout: false`), "
-                "enough other members had finished, or an episode was stopped as stale during "
-                "this response. Tokens of an engine that was ejected as slow count, too, "
-                "although the responses continue from them",
+                "sampled and discarded: weights changed (`partialRollout: false`), enough other "
+                "members had finished, or the episode was stopped as stale. Tokens of an engine "
+                "that was ejected as slow count, too, although the responses continue from them",
             ),
             Metric(
                 "rollout/stale",
@@ -107,8 +105,7 @@ SECTIONS = (
             Metric(
                 "rollout/stale_tokens",
                 "tokens",
-                "that they had sampled, without the response during which they were stopped: "
-                "it counts in `rollout/aborted_tokens`",
+                "that they had sampled, without the response during which they were stopped",
             ),
             Metric(
                 "rollout/truncated_sampling",
@@ -125,36 +122,36 @@ SECTIONS = (
                 "rollout/spilled_trajectories",
                 "trajectories",
                 "that the stores wrote to disk since the last step ([what is "
-                "bounded](concepts.md#what-is-bounded)). More memory for trainer pods, a "
-                "smaller `staleness.max` or a smaller batch help",
+                "bounded](concepts.md#what-is-bounded)). More memory for trainer pods, or a "
+                "smaller `staleness.max` or batch, help",
             ),
             Metric("rollout/spilled_bytes", "bytes", "of these on disk"),
             Metric(
                 "rollout/unspilled_trajectories",
                 "trajectories",
                 "that stayed in the stores' memory though it was full, because their disk was "
-                "full or did not answer for a minute; the log says which",
+                "full or frozen",
             ),
             Metric(
                 "rollout/lost_episodes",
                 "episodes",
-                "that began and were lost since the last step, because their env worker died, "
-                "froze, or left (`replicas`) before they ended. They run again. Only "
-                "`engine/<id>/tokens_per_second` counts their tokens",
+                "that were lost since the last step with their env worker, which died, froze, "
+                "or left (`replicas`). They run again. Only `engine/<id>/tokens_per_second` "
+                "counts their tokens",
             ),
             Metric(
                 "rollout/memory_wait_seconds",
                 "seconds",
-                "in which the next episode waited to begin because 90 % of an env pod's "
-                "memory was in use, over all env workers. More memory for env pods, or a "
-                "smaller `maxEnvsPerWorker`, help",
+                "in which the next episode waited because 90 % of an env pod's memory was in "
+                "use, over all env workers. More memory for env pods, or a smaller "
+                "`maxEnvsPerWorker`, help",
             ),
             Metric(
                 "rollout/utilization",
                 "share",
-                "of the engines' seats that computed a request, mean over the step's time, "
-                "training included. A seat is one of the requests that an engine computes at "
-                "once (`max_running_requests` of sglang, `max_num_seqs` of vllm, 256 of "
+                "of the engines' seats that computed a request, over the step's time, training "
+                "included. A seat is one of the requests that an engine computes at once "
+                "(`max_running_requests` of sglang, `max_num_seqs` of vllm, 256 of "
                 "transformers)",
                 rank=17,
                 series=True,
@@ -162,14 +159,14 @@ SECTIONS = (
             Metric(
                 "rollout/engine_busy",
                 "share",
-                "of the step's time in which an engine has at least one request in "
-                "computation, mean over engines",
+                "of the step's time in which an engine computes at least one request, mean over "
+                "engines",
             ),
             Metric(
                 "rollout/idle/few_requests",
                 "share",
-                "of the engines' seats that were free while other seats of the engine "
-                "computed. `rollout/utilization` and the five `rollout/idle/...` add up to 1",
+                "of the engines' seats that were free while others of the engine computed. "
+                "`rollout/utilization` and the five `rollout/idle/...` add up to 1",
                 rank=21,
                 series=True,
             ),
@@ -177,7 +174,7 @@ SECTIONS = (
                 "rollout/idle/env",
                 "share",
                 "of the engines' time without a request while episodes were in flight: they "
-                "waited for environments, agents, judges, or memory to begin "
+                "waited for environments, agents, judges, or memory "
                 "(`rollout/memory_wait_seconds`). More groups, or faster environments, help",
                 rank=19,
                 series=True,
@@ -201,8 +198,7 @@ SECTIONS = (
                 "rollout/idle/lost",
                 "share",
                 "of the engines' time without an engine: one had died, did not answer or was "
-                "too slow, or its replacement was starting. What an engine computed after its "
-                "last answer counts here",
+                "too slow, or its replacement was starting",
                 rank=21,
                 series=True,
             ),
@@ -210,8 +206,7 @@ SECTIONS = (
                 "rollout/kv_usage",
                 "share",
                 "of the engines' KV caches that is in use, mean over polls (every 5 s) and "
-                "engines; absent in a step without a poll. Near 1, requests wait or are "
-                "preempted",
+                "engines. Near 1, requests wait or are preempted",
             ),
             Metric(
                 "stop/<reason>",
@@ -241,13 +236,13 @@ SECTIONS = (
             Metric(
                 "env/<tag>/<name>",
                 "",
-                "metric of the environment: mean per episode; `action_*` per action. Judges "
-                "add `reward/<judge>` (their score, unweighted) and the next two",
+                "metric of the environment: mean per episode; `action_*` per action. Judges add "
+                "`reward/<judge>` (unweighted) and the next two",
             ),
             Metric(
                 "judge/<judge>/{seconds,cached}",
                 "s, share",
-                "behind `env/<tag>/` or `val/<tag>/`: duration of a call; share of cache hits",
+                "below `env/<tag>/` or `val/<tag>/`: duration of a call; share of cache hits",
             ),
             Metric(
                 "judge/<judge>/failures",
@@ -257,8 +252,8 @@ SECTIONS = (
             Metric(
                 "staleness/mean",
                 "versions",
-                "policy version in training, minus the oldest version that sampled a token of "
-                "the trajectory",
+                "policy version in training, minus the oldest one that sampled a token of the "
+                "trajectory",
                 rank=14,
             ),
             Metric("staleness/max", "versions", "the largest of them"),
@@ -295,7 +290,7 @@ SECTIONS = (
             Metric(
                 "group/zero_variance_share",
                 "share",
-                "of groups that give no gradient because their rewards are equal; only with "
+                "of groups without a gradient, because their rewards are equal; only with "
                 "estimators that compare groups. A guard watches it",
                 rank=13,
                 series=True,
@@ -319,20 +314,19 @@ SECTIONS = (
             Metric(
                 "group/error_rate/<tag>",
                 "share",
-                "of the tag's episodes since the last batch that cannot be trained on, failed "
-                "re-rolls included; absent at 0",
+                "of the tag's episodes since the last batch that cannot be trained on; absent at 0",
             ),
             Metric(
                 "group/evicted_envs",
                 "environments",
                 "left out because their last groups were all dropped "
-                "([troubleshooting.md](troubleshooting.md)); the status message names them",
+                "([troubleshooting.md](troubleshooting.md#an-environment-is-left-out))",
             ),
             Metric(
                 "group/stale",
                 "groups",
-                "of which members ran again since the last batch, because their tokens had "
-                "grown too old for `staleness.max`",
+                "of which members ran again since the last batch, because they were too old for "
+                "`staleness.max`",
             ),
             Metric(
                 "group/degenerate",
@@ -345,8 +339,7 @@ SECTIONS = (
                 "group/length_bias",
                 "tokens",
                 "mean length of the kept members minus that of all started ones "
-                "(`groupSizeRedundancy`; aborted ones count with their length so far): below "
-                "0, short episodes are preferred",
+                "(`groupSizeRedundancy`): below 0, short episodes are preferred",
             ),
         ),
     ),
@@ -527,10 +520,10 @@ SECTIONS = (
             Metric(
                 "train/idle/<phase>",
                 "share",
-                "of the step in which the trainer ranks waited: `rollout` for the batch, "
-                "`val` for a validation. High: engines or environments are too slow for the "
-                "trainers (`rollout/idle/...` says which), or `staleness.max` is 0. Each rank "
-                "alone: [`agenticrun trace`](trace.md)",
+                "of the step in which the trainer ranks waited: `rollout` for the batch, `val` "
+                "for a validation. High: engines or environments are too slow "
+                "(`rollout/idle/...` says which), or `staleness.max` is 0. Each rank alone: "
+                "[`agenticrun trace`](trace.md)",
                 rank=21,
             ),
             Metric(
@@ -544,28 +537,27 @@ SECTIONS = (
             Metric(
                 "system/{engines,env_workers}",
                 "",
-                "engines and env workers at work at the end of the step, without engines that "
-                "are [ejected because they are slow](troubleshooting.md#slow-engines); they "
-                "follow `replicas` while the run trains ([concepts.md](concepts.md))",
+                "at work at the end of the step, without engines that are [ejected because they "
+                "are slow](troubleshooting.md#slow-engines)",
             ),
             Metric(
                 "system/handovers",
                 "",
-                "how often trainers and engines have passed the GPUs to each other in this "
-                "attempt ([Colocated](colocated.md))",
+                "how often trainers and engines have passed the GPUs to each other "
+                "([Colocated](colocated.md))",
             ),
             Metric("weight_sync/seconds", "s", "as `time/sync`", rank=18, series=True),
             Metric(
                 "weight_sync/pause_seconds",
                 "s",
-                "of them, in which an engine took no requests and sampled nothing: the "
-                "longest pause of an engine; absent with transport `Broadcast`",
+                "of them, in which an engine sampled nothing: the longest pause of an engine; "
+                "absent with transport `Broadcast`",
             ),
             Metric(
                 "weight_sync/bytes",
                 "bytes",
-                "sent to the nodes of engines in this step's sync: whole weights or deltas; "
-                "with transport Broadcast, to each engine",
+                "sent to the nodes of engines in this step's sync; with transport Broadcast, to "
+                "each engine",
             ),
             Metric(
                 "weight_sync/changed_share",
@@ -575,14 +567,13 @@ SECTIONS = (
             Metric(
                 "weight_sync/<transport>",
                 "0 or 1",
-                "1 for the transport that was used: `SharedMemory`, `ObjectStore`, `Disk`, "
-                "`Broadcast`",
+                "1 for the transport that was used",
             ),
             Metric(
                 "weight_sync/lora_merged",
                 "0 or 1",
-                "only with `actorTrain.lora`: 0 if only adapters were sent, 1 if the trainer "
-                "merged them and sent whole weights. The driver's log gives the reason",
+                "only with `actorTrain.lora`: 0 if only adapters were sent, 1 if whole merged "
+                "weights; the driver's log gives the reason",
             ),
             Metric("engine/<id>/tokens_per_second", "tokens/s", "sampled by the engine"),
             Metric("engine/<id>/queue", "requests", "waiting"),
@@ -591,17 +582,15 @@ SECTIONS = (
                 "engine/logprob_gap",
                 "nats",
                 "mean of abs(trainer - engine) over the tokens that were sampled with the "
-                "trainer's current weights: 0 but for rounding. Absent in a step without such "
-                "tokens. A guard watches it",
+                "trainer's current weights: 0 but for rounding. A guard watches it",
                 rank=12,
                 series=True,
             ),
             Metric(
                 "engine/parity_gap",
                 "nats",
-                "mean of abs(trainer - engine) over 128 tokens that engines sample before the "
-                "first step of an attempt; of the engine that differs most. The run stops if "
-                "rounding does not explain it: "
+                "the same before the first step of an attempt, of the engine that differs most. "
+                "The run stops if rounding does not explain it: "
                 "[engines.md](engines.md#engine-against-trainer)",
             ),
             Metric(

@@ -40,13 +40,13 @@ class Staleness(Model):
     )
 
     max: Annotated[float, Field(ge=0, le=64)] = 0.0
-    """Number of policy versions that a rollout may be behind, may be fractional. 0: synchronous."""
+    """Policy versions that a rollout may be behind, may be fractional. 0: synchronous."""
     partial_rollout: bool = True
-    """True: a response continues with new weights, and each token records its version. False: it is
-    sampled again from its start."""
+    """True: a response continues with new weights, and each token records its version. False: it
+    starts again."""
     off_policy: Literal["Refuse", "Ignore"] = "Refuse"
-    """Ignore: accept the bias of the gradient from rollouts of older policies. Refuse: require a
-    correction (pgVariant decoupled, isWeight, or oldLogProbs Rollout with a ratio)."""
+    """Ignore: accept the bias of rollouts of older policies. Refuse: require a correction
+    (pgVariant decoupled, isWeight, or oldLogProbs Rollout with a ratio)."""
 
 
 class Record(Model):
@@ -81,11 +81,11 @@ class Pipeline(Model):
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 42
     """All seeds of the run are derived from this one."""
     deterministic: bool = False
-    """Make the run reproducible bit for bit, also across restarts: each response is computed alone,
-    and batches are sorted. Slower."""
+    """Make the run reproducible bit for bit, also across restarts: responses are computed one by
+    one, and batches are sorted. Slower."""
     max_steps: Positive
-    """Number of training steps of the run. May change while the run trains; the schedule of the
-    learning rate then ends at the new one."""
+    """Training steps of the run. May change while the run trains; the learning rate's schedule then
+    ends at the new one."""
     rollout_batch_size: Annotated[int, Field(ge=1, le=1_048_576)]
     """Trajectories of one training step."""
     val_batch_size: Annotated[int, Field(ge=1, le=1_048_576)] = 128
@@ -105,14 +105,14 @@ class Pipeline(Model):
     model_update_frequency: Annotated[int, Field(ge=1, le=1000)] = 1
     """Load new weights into the engines every N steps."""
     critic_warmup: Count = 0
-    """Number of steps at the start that train only the critic."""
+    """Steps at the start that train only the critic."""
     algorithm: Algorithm = Algorithm()
     reward_normalization: RewardNormalization | None = None
     train_infer_correction: TrainInferCorrection | None = None
     old_log_probs: Literal["Recompute", "Rollout"] = "Recompute"
     """The old policy of ratios and of rewardKl. Recompute: the policy at the start of the batch.
-    Rollout: the policies that sampled, by the log-probs that the engines recorded, so that clips
-    act on rollouts of older policies. It saves a forward pass."""
+    Rollout: the policies that sampled, by the engines' log-probs; clips then act on older rollouts,
+    and a forward pass is saved."""
     staleness: Staleness = Staleness()
     guards: Guards = Guards()
     warmup: Warmup | None = None
@@ -136,7 +136,7 @@ class Pipeline(Model):
 
     @property
     def groups_per_batch(self) -> int:
-        """Number of groups that a training step takes."""
+        """Groups that a training step takes."""
         return self.rollout_batch_size // self.train_envs.group_size
 
     @property

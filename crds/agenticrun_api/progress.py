@@ -48,7 +48,7 @@ class PoolStatus(Model):
     """The engines or the env workers of a run, as the driver has them."""
 
     replicas: Positive
-    """Number of pods that they are meant for."""
+    """Pods that they are meant for."""
     serving: Number = 0
     """Running engines or env workers, including the leaving ones."""
     joining: Number = 0
@@ -84,7 +84,7 @@ class Progress(Model):
     max_steps: Number
     policy_version: Number
     time: Time
-    """Time at which the driver sent this."""
+    """When the driver sent this."""
     silent_seconds: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Time since the driver last sent a snapshot, even an unchanged one. The reporter adds it, by
     its own clock."""
@@ -174,6 +174,6 @@ class Commands(Model):
     leaving_pod: PodName | None = None
     """The pod that is being removed, if that is why `stop` is true."""
     checkpoint: int = 0
-    """Number of checkpoints requested so far; an increase requests one now."""
+    """Checkpoints requested so far; an increase requests one now."""
     config: LiveConfig | None = None
     """The newest settings, if they were sent since the RayCluster was created."""

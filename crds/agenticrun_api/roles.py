@@ -106,7 +106,7 @@ class PodTemplateMetadata(Model):
 
 class PodTemplate(Model):
     """Fields to merge into the role's pods, as Kubernetes' strategic merge does
-    (docs/pod-template.md). KubeRay's schema checks them when the pods are created.
+    (docs/pod-template.md).
     """
 
     RULES = (
@@ -249,18 +249,18 @@ class PodRole(Model):
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Image of the role's pods. Default: spec.image."""
     resources: Resources | None = None
-    """Resources in Kubernetes' own form, for what the short fields cannot say: ephemeral-storage,
-    RDMA devices, a memory request below its limit. Each quantity in one of the two forms."""
+    """Resources in Kubernetes' own form, for what the short fields lack: ephemeral-storage, RDMA
+    devices, a memory request below its limit. Each quantity in one of the two forms."""
     pod_template: PodTemplate | None = None
     cpus: Quantity = "1"
-    """CPU request of a pod. There is no CPU limit, because throttling slows RL down. torch has
-    as many threads, divided by the ranks or engines of the pod. With `agenticrun run`, a trainer or
-    embedded engine without `cpus` and `gpus` uses the cores of the machine."""
+    """CPU request of a pod, and torch's threads, divided by its ranks or engines. There is no CPU
+    limit, which would slow RL down. With `agenticrun run`, a trainer or embedded engine without
+    `cpus` and `gpus` uses all cores."""
     memory: Quantity = "2Gi"
     """Memory request and limit of a pod."""
     gpus: Annotated[int, Field(ge=0, le=16)] = 0
-    """Number of GPUs of a pod, requested as `gpuResourceName`. A trainer pod runs one rank per GPU,
-    an inference pod as many engines as its GPUs suffice for; without GPUs, each runs one."""
+    """GPUs of a pod, requested as `gpuResourceName`. A trainer pod runs one rank per GPU, an
+    inference pod as many engines as its GPUs suffice for; without GPUs, each runs one."""
     gpu_resource_name: Annotated[str, Field(min_length=1, max_length=253)] = "nvidia.com/gpu"
     """Resource name of the GPUs, as the nodes' device plugin offers it."""
     node_selector: Annotated[
@@ -276,9 +276,9 @@ class PodRole(Model):
     runtime_class_name: Name | None = None
     """As in a pod spec."""
     termination_grace_period_seconds: Annotated[int, Field(ge=0, le=3600)] | None = None
-    """As in a pod spec. Default: 30; for the driver, trainer, reference and critic of a run with
-    checkpoints, the time to end a step and save one: 60 and one second per 100 MB of a checkpoint
-    with `model.initialize`, at most 1800; 300 with `model.path`."""
+    """As in a pod spec. Default: 30; for head, trainer, reference and critic pods of a run with
+    checkpoints, the time to end a step and save: with `model.initialize` 60 and one second per 100
+    MB, at most 1800; with `model.path` 300."""
     env: OpenList = []
     """Environment variables of the role's containers, as in a pod spec."""
     env_from: OpenList = []
@@ -288,9 +288,8 @@ class PodRole(Model):
     volume_mounts: OpenList = []
     """As in a container spec."""
     shm_size: Quantity = "1Gi"
-    """Size limit of /dev/shm, which holds Ray's objects and the weights in transfer to the engines.
-    On trainer and inference pods, set more than twice the size of the model. Counts against
-    `memory`."""
+    """Size limit of /dev/shm, which holds Ray's objects and weights on their way to the engines:
+    more than twice the model on trainer and inference pods. Counts against `memory`."""
 
     def gives(self, resource: str) -> bool:
         """Return True if `resources` requests or limits the resource."""
@@ -315,7 +314,7 @@ class WorkerRole(PodRole):
     """Settings of a role with a number of pods."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of pods. For env and inference it may change while the run trains
+    """Pods. For env and inference it may change while the run trains
     (docs/concepts.md)."""
 
 
@@ -337,8 +336,8 @@ class ElasticRole(WorkerRole):
     )
 
     min_replicas: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Number of pods without which no attempt begins; the others join later. Default: half of
-    `replicas`, rounded up. The first attempt also waits failurePolicy.waitSeconds for all."""
+    """Pods without which no attempt begins. Default: half of `replicas`, rounded up. The first
+    attempt also waits failurePolicy.waitSeconds for all."""
 
 
 ELASTIC = (Role.INFERENCE, Role.ENV)

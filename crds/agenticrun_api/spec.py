@@ -77,9 +77,9 @@ class InitializeModel(Model):
     hidden_size: Annotated[int, Field(ge=8, le=8192)] = 128
     """Size of the hidden states."""
     layers: Annotated[int, Field(ge=1, le=128)] = 2
-    """Number of transformer layers."""
+    """Transformer layers."""
     heads: Annotated[int, Field(ge=1, le=128)] = 4
-    """Number of attention heads of a layer."""
+    """Attention heads of a layer."""
     intermediate_size: Annotated[int, Field(ge=8, le=32_768)] = 256
     """Size of the hidden layer of the MLPs; of a mixture of experts, of each expert."""
     experts: Annotated[int, Field(ge=2, le=256)] | None = None
@@ -118,8 +118,8 @@ class HuggingFace(Model):
     """A Secret in the run's namespace. Its key HF_TOKEN is the access token for gated and private
     models."""
     cache_claim_name: Name | None = None
-    """An existing claim in the run's namespace, in which all pods keep downloaded files. Pods on
-    several nodes need ReadWriteMany. Default: every pod downloads for itself."""
+    """An existing claim in the run's namespace for downloaded files; ReadWriteMany for pods on
+    several nodes. Default: every pod downloads for itself."""
     offline: bool = False
     """true: never ask the Hub; use only what the cache holds."""
 
@@ -182,8 +182,8 @@ class ModelSpec(Model):
     trust_remote_code: bool = False
     """Run Python code that comes with the model, as in transformers."""
     chat_template: Annotated[str, Field(min_length=1, max_length=100_000)] | None = None
-    """Jinja template that replaces the model's own: its text, or a file that the driver can read.
-    Exported checkpoints have it, too."""
+    """Jinja template that replaces the model's own, also in exported checkpoints: its text, or a
+    file that the driver can read."""
     chat_template_args: Annotated[Open, AfterValidator(_template_args)] = {}
     """Variables of the chat template, such as `enable_thinking: false`, for all prompts of the run
     and for exported checkpoints."""
@@ -260,22 +260,20 @@ class GitCode(Model):
     ref: Annotated[
         str, Field(min_length=1, max_length=255, pattern=r"^[^-+\s~^:?*\[\\][^\s~^:?*\[\\]*$")
     ] = "HEAD"
-    """Branch, tag, or commit with all 40 digits. A branch may move: a pod that starts later gets
-    its newest commit then. Name a commit for a run that can be repeated. Default: the newest commit
-    of the default branch."""
+    """Branch, tag, or commit with all 40 digits. Pods that start later get a branch's newest
+    commit: name a commit for a run that can be repeated. Default: the default branch."""
     path: RelativePath | None = None
     """Folder of the repository that is put on PYTHONPATH. Default: its root."""
     secret_name: Name | None = None
-    """A Secret in the run's namespace, with the keys that Kubernetes defines: `username` and
-    `password` (kubernetes.io/basic-auth) for https, where the password is a token; `ssh-privatekey`
-    (kubernetes.io/ssh-auth) and `known_hosts` for ssh. Only the container that fetches mounts
-    it. Not with http, which would send the password unencrypted, except to localhost and to
-    `http://<service>.<namespace>.svc`."""
+    """A Secret in the run's namespace: `username` and `password` (a token) of type
+    kubernetes.io/basic-auth for https, or `ssh-privatekey` (kubernetes.io/ssh-auth) and
+    `known_hosts` for ssh. Only the container that fetches mounts it. With http only to localhost
+    and `http://<service>.<namespace>.svc`, because it is not encrypted."""
 
 
 class ImageCode(Model):
-    """Modules in an image of their own, which each pod copies before it starts. The image needs the
-    program `cp` and nothing else; spec.image runs.
+    """Modules in an image of their own, which each pod copies before it starts. The image needs
+    only the program `cp`.
     """
 
     reference: Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\s]+$")]
@@ -285,8 +283,8 @@ class ImageCode(Model):
 
 
 class PipCode(Model):
-    """Packages that the worker image lacks. Each pod installs them with uv before it starts. The
-    packages of the worker image keep their versions.
+    """Packages that the worker image lacks, installed with uv in each pod before it starts.
+    Packages of the worker image keep their versions.
     """
 
     RULES = (
@@ -311,11 +309,11 @@ class PipCode(Model):
     index_url: Annotated[str, Field(max_length=2048, pattern=r"^https?://[^\s]+$")] | None = None
     """Package index. Default: that of the worker image's uv, https://pypi.org/simple."""
     secret_name: Name | None = None
-    """A Secret in the run's namespace. Its keys are environment variables of uv, for example
+    """A Secret in the run's namespace with environment variables of uv, for example
     UV_DEFAULT_INDEX with user and password. Only the container that installs has them."""
     cache_claim_name: Name | None = None
-    """An existing claim in the run's namespace for uv's cache, so that each package is downloaded
-    once. ReadWriteMany if the pods run on several nodes. Default: each pod downloads."""
+    """An existing claim in the run's namespace for uv's cache; ReadWriteMany for pods on several
+    nodes. Default: each pod downloads."""
 
     @model_validator(mode="after")
     def _requirements_have_no_credentials(self) -> Self:
@@ -410,19 +408,16 @@ class VolumeClaim(Model):
     """Size of a claim `<run>-checkpoints` that the operator creates, unless an earlier run of this
     name left it."""
     retain: bool = True
-    """Keep the created claim and its checkpoints when the run is deleted, by people or by
-    ttlSecondsAfterFinished. The next run of this name uses it, in a folder of its own. false:
-    delete the claim with the run."""
+    """Keep the created claim and its checkpoints when the run is deleted. The next run of this name
+    uses it, in a folder of its own. false: delete the claim with the run."""
     storage_class_name: Name | None = None
     """StorageClass of the claim that the operator creates. Default: the default class."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"
-    """Access mode of the claim that the operator creates. ReadWriteOnce puts head, trainer,
-    reference and critic pods on one node (docs/storage.md). ReadWriteMany, which needs a
-    StorageClass that offers it, lets them run on several nodes."""
+    """Access mode of the created claim. ReadWriteOnce puts head, trainer, reference and critic pods
+    on one node (docs/storage.md). ReadWriteMany needs a StorageClass that offers it."""
     one_node: bool = False
-    """true: one node has room for head, trainer, reference and critic pods together. It allows
-    ReadWriteOnce with several trainer pods that have GPUs, and with reference or critic pods that
-    have GPUs of their own."""
+    """true: one node has room for head, trainer, reference and critic pods. It allows ReadWriteOnce
+    with several such pods that have GPUs of their own."""
 
 
 class Checkpoint(Model):
@@ -459,11 +454,11 @@ class Checkpoint(Model):
     volume_claim: VolumeClaim | None = None
     """The claim that is mounted at `uri` in head and trainer pods. Not for object storage."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
-    """Number of checkpoints to keep; older ones are deleted."""
+    """Checkpoints to keep; older ones are deleted."""
     resume: Annotated[str, Field(min_length=1, max_length=1024)] = "Auto"
-    """Auto: resume from the newest complete checkpoint of this run. Never: start at step 0.
-    FromPreviousRun: resume from the checkpoint that earlier runs of this name saved last below
-    `uri`. Or the folder of a checkpoint of any run."""
+    """Auto: from the newest complete checkpoint of this run. Never: from step 0. FromPreviousRun:
+    from the checkpoint that earlier runs of this name saved last below `uri`. Or the folder of a
+    checkpoint of any run."""
 
 
 class Wandb(Model):
@@ -518,7 +513,7 @@ class Tracking(Model):
     console: bool = True
     """One line per step in the driver's log."""
     sample_logs: Annotated[int, Field(ge=0, le=64)] = 1
-    """Number of whole episodes to write as readable text to samples/step-N.txt, every
+    """Whole episodes to write as readable text to samples/step-N.txt, every
     pipeline.loggingSteps steps and at each validation."""
     render_dir: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Folder for GIFs of these episodes, if the environment can render; relative to the run's
@@ -541,31 +536,28 @@ class FailurePolicy(Model):
     """When the driver is restarted, when a run is given up, and how long pods may take to start."""
 
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = 3
-    """Number of restarts in a row that get the run no further. After one more failure, the run
-    fails. A failure after a new step starts the count again. Orderly stops and disruptions (drains,
-    evictions, preemptions, lost nodes, deleted pods) do not count."""
+    """Restarts in a row without a new step; the run fails at the next failure. Orderly stops and
+    disruptions (drains, evictions, preemptions, lost nodes, deleted pods) do not count."""
     max_disruptions: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
-    """Number of disruptions after which the run fails. Default: a disruption never ends a run."""
+    """Disruptions after which the run fails. Default: a disruption never ends a run."""
     backoff_seconds: Annotated[int, Field(ge=0, le=3600)] = 10
     """Wait before a restart. It doubles with each failure that counts, up to 10 minutes."""
     startup_deadline_seconds: Annotated[int, Field(ge=10, le=604_800)] = 3600
-    """Time that the pods have to become ready, at the start and after each loss. Pods that cannot
-    be placed in time are given back, and the run queues: it is Pending and tries again later. A run
-    that has never trained fails if an image cannot be pulled or a container crashes until then. One
-    hour is enough for new nodes and large images."""
+    """Time that the pods have to become ready, at the start and after each loss. Later, they are
+    given back, and the run is Pending and tries again. A run that has never trained fails instead
+    if an image cannot be pulled or a container crashes. One hour is enough for new nodes and large
+    images."""
     hold_seconds: Annotated[int, Field(ge=10, le=604_800)] | None = None
-    """Time for which pods that have a node wait for pods of the run that cannot be placed. Then the
-    run gives all of them back, as at the startup deadline: two runs, each of which holds a part of
-    what both need, do not block each other. Longer than the nodes of an autoscaler take to come.
-    Default: `startupDeadlineSeconds`."""
+    """Time for which pods that have a node wait for pods of the run that cannot be placed. Then all
+    are given back, so that two runs which each hold a part of what both need do not block each
+    other. Longer than the nodes of an autoscaler take to come. Default: `startupDeadlineSeconds`."""
     wait_seconds: Annotated[int, Field(ge=0, le=604_800)] = 300
     """Time that the first attempt waits for all env and inference pods, at most
-    `startupDeadlineSeconds`. After it, and at each restart, an attempt begins as soon as
-    `minReplicas` of each are ready; the others join later."""
+    `startupDeadlineSeconds`. After it, and at each restart, `minReplicas` of each are enough; the
+    others join later."""
     keep_log_tail: bool = True
-    """Keep the end of the driver's log in status.logTail after a failure. All users who may read
-    the run can read it, even those who may not read the logs of its pods. Values that look like
-    secrets are replaced by `***`."""
+    """Keep the end of the driver's log in status.logTail after a failure, for all who may read the
+    run, with `***` for values that look like secrets."""
     stall: Stall = Stall()
 
 
@@ -857,22 +849,21 @@ class AgenticRunSpec(Model):
     tracking: Tracking = Tracking()
     failure_policy: FailurePolicy = FailurePolicy()
     disruption_budget: Literal["None", "Block"] = "None"
-    """Block: a PodDisruptionBudget refuses evictions of head, trainer, reference and critic pods
-    that are ready, so that a node with one of them cannot be drained. It blocks an administrator's
-    drain until the run ends or is suspended. None: an eviction saves a checkpoint, and the run
-    resumes on another node."""
+    """Block: a PodDisruptionBudget refuses evictions of ready head, trainer, reference and critic
+    pods. It blocks the drain of their nodes until the run ends or is suspended. None: an eviction
+    saves a checkpoint, and the run resumes on another node."""
     cleanup: Cleanup = Cleanup()
     queue: Queue | None = None
     """The Kueue queue that admits the run (docs/queues.md). Default: the run waits in no queue."""
     suspend: bool = False
-    """As in a Job: true gives all pods back and keeps the run. Its driver first saves a checkpoint,
-    for which it gets the time to end its step, and then roles.driver.terminationGracePeriodSeconds.
-    With false, pods are created again, and the run resumes from its newest checkpoint. It may
-    change at any time until the run has finished. `agenticrun run` refuses true."""
+    """As in a Job: true gives all pods back and keeps the run; false resumes it from its newest
+    checkpoint. The driver saves a checkpoint first: it may end its step, and then has
+    roles.driver.terminationGracePeriodSeconds. May change until the run has finished. `agenticrun
+    run` refuses true."""
     active_deadline_seconds: Annotated[int, Field(ge=1, le=315_360_000)] | None = None
     """As in a Job: the run fails (reason DeadlineExceeded) this many seconds after
-    status.startTime, which is a new one after spec.suspend. Its driver gets the time to end its
-    step, and then roles.driver.terminationGracePeriodSeconds, to save a checkpoint."""
+    status.startTime, which is a new one after a suspension. The driver saves a checkpoint first, as
+    for `suspend`."""
     ttl_seconds_after_finished: Count | None = None
     """Delete the run this many seconds after it has finished."""
 

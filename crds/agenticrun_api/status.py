@@ -168,16 +168,16 @@ class Condition(Model):
     """One aspect of the run's state, as of Kubernetes' standard conditions."""
 
     type: Annotated[str, Field(max_length=64)]
-    """Name of the condition: Accepted, Queued, ClusterProvisioned, RolesReady, Training,
-    Progressing, Stalled, Suspended, Complete or Failed."""
+    """Accepted, Queued, ClusterProvisioned, RolesReady, Training, Progressing, Stalled, Suspended,
+    Complete or Failed."""
     status: Literal["True", "False", "Unknown"]
-    """True, False or Unknown."""
+    """State of the condition."""
     reason: Annotated[str, Field(min_length=1, max_length=64), CLEAN]
     """Cause of the status, as one word in CamelCase."""
     message: Annotated[str, Field(max_length=1024), CLEAN] = ""
     """Cause of the status, as a sentence."""
     last_transition_time: Time
-    """Time at which `status` changed last."""
+    """When `status` changed last."""
     observed_generation: Number
     """Generation of the run that the condition is about."""
 
@@ -197,18 +197,17 @@ class RoleStatus(Model):
     name: Annotated[str, Field(max_length=32)]
     """Name of the role."""
     desired: Number
-    """Number of pods that the role has in the spec."""
+    """Pods that the role has in the spec."""
     ready: Number
-    """Number of pods that are ready."""
+    """Pods that are ready."""
     joining: Number = 0
-    """Number of engines or env workers that start, or wait for a pod."""
+    """Engines or env workers that start, or wait for a pod."""
     leaving: Number = 0
-    """Number of engines or env workers that end because fewer are wanted."""
+    """Engines or env workers that end because fewer are wanted."""
     gpus: Number
     """Number of GPUs that all pods of the role request together."""
     image: Annotated[str, Field(max_length=1024)] | None = None
-    """Image of the role's pods, chosen when the run started. An upgrade of the operator does not
-    change it."""
+    """Image of the role's pods since the run started, whatever the operator's version is now."""
     message: ShortText = ""
     """Cause if not all pods are ready."""
 
@@ -219,10 +218,10 @@ class RayClusterStatus(Model):
     name: ShortText
     """Name of the RayCluster."""
     uid: ShortText = ""
-    """uid of the RayCluster. It identifies the RayCluster even if labels and owner are removed."""
+    """uid of the RayCluster, which identifies it without labels and owner."""
     replicas: Annotated[dict[str, Number], Field(max_length=8)] = {}
-    """Number of pods that the operator last gave to each role that can have another one. If others
-    change these numbers in the RayCluster, the operator puts them back."""
+    """Pods that the operator last gave to each role that can have another number. It puts other
+    numbers in the RayCluster back."""
 
 
 class Outcome(StrEnum):
@@ -258,8 +257,8 @@ class JobStatus(Model):
     # Do not rename it: helm does not upgrade a CRD. An older one would drop another name, and the
     # operator would take every attempt for lost.
     incarnation: ShortText = ""
-    """Opaque id of the start of the head that the attempt was submitted to. With another one, Ray
-    has lost the attempt."""
+    """Opaque id of the start of the head that got the attempt. After another start, Ray has lost
+    the attempt."""
     version: ShortText | None = None
     """Version of AgenticRun in the worker image, as the driver reports it."""
     status: ShortText = ""
@@ -268,24 +267,22 @@ class JobStatus(Model):
     end_time: Time | None = None
     """When the operator first saw that the attempt had ended or had made its final report."""
     unknown_since: Time | None = None
-    """Time since which the operator does not know that the driver trains; absent while it knows."""
+    """Since when the operator does not know that the driver trains; absent while it knows."""
     newest_pod_time: Time | None = None
-    """Creation of the newest of the head, trainer, reference and critic pods that the attempt began
-    with. A newer pod has replaced one of them."""
+    """Creation of the newest head, trainer, reference or critic pod that the attempt began with. A
+    newer pod replaces one of them."""
     disruption: ShortText = ""
-    """The pod that the platform took from the attempt (drain, eviction, preemption, deletion), and
-    how. Such an attempt ends disrupted, not failed."""
+    """The pod that the platform took from the attempt, and how. The attempt ends disrupted, not
+    failed."""
     failed_pod: ShortText = ""
-    """The pod that its node has ended for the pod's own fault, such as more storage than its limits
-    allow. Such an attempt ends failed, although KubeRay replaces the pod."""
+    """The pod that its node has ended for the pod's own fault, such as too much storage. The
+    attempt ends failed, although KubeRay replaces the pod."""
     observed_generation: Number | None = None
     """Generation of the run that the driver's settings are from."""
     stop_requested_time: Time | None = None
-    """When the driver was asked to stop: for spec.suspend, for other replicas, or because
-    activeDeadlineSeconds is over."""
+    """When the driver was asked to stop."""
     report: FinalReport | None = None
-    """The driver's final report, once the operator has read it. The reporter may be lost before the
-    driver has exited."""
+    """The driver's final report, once the operator has read it."""
 
 
 class StopCause(StrEnum):
@@ -307,9 +304,9 @@ class StopStatus(Model):
     """The stop of a run that has to release its pods."""
 
     cause: StopCause
-    """Suspend, ClusterSuspended, Rescale, Queue or Deadline."""
+    """Cause of the stop."""
     since: Time
-    """Time at which the operator first saw that the run has to stop."""
+    """When the operator first saw that the run has to stop."""
 
 
 class PodsStatus(Model):
@@ -318,17 +315,17 @@ class PodsStatus(Model):
     ready: bool
     """True if every pod of every role is ready."""
     since: Time
-    """Time at which the operator first saw `ready` so."""
+    """When the operator first saw `ready` so."""
 
 
 class ObstacleStatus(Model):
     """The obstacle before the objects of the run, or before its driver."""
 
     reason: Annotated[str, Field(max_length=64)]
-    """Reason of the condition ClusterProvisioned, or of Training: ProgressUnavailable while the
-    head is ready, but does not answer the operator."""
+    """Reason of the condition ClusterProvisioned; or ProgressUnavailable, of Training: the head is
+    ready, but does not answer."""
     since: Time
-    """Time at which the operator first met it."""
+    """When the operator first met it."""
 
 
 class CheckpointStatus(Model):
@@ -339,7 +336,7 @@ class CheckpointStatus(Model):
     uri: Annotated[str, Field(max_length=1024), CLEAN]
     """Its folder or object-storage address."""
     time: Time
-    """Time at which it was complete."""
+    """When it was complete."""
 
 
 class AgenticRunStatus(Model):
@@ -350,14 +347,13 @@ class AgenticRunStatus(Model):
     observed_generation: Number = 0
     """Newest generation of the run that the operator has handled."""
     last_update_time: Time | None = None
-    """Time at which the operator last wrote this status. It writes when something has changed: at
-    least every 10 s while steps come."""
+    """When the operator last wrote this status: at least every 10 s while steps come."""
     conditions: Annotated[list[Condition], Field(max_length=16)] = []
     """Conditions of the run. docs/troubleshooting.md explains their reasons."""
     step: Number | None = None
-    """Number of completed training steps."""
+    """Completed training steps."""
     max_steps: Number | None = None
-    """Number of training steps of the run."""
+    """Training steps of the run."""
     progress: ShortText | None = None
     """Completed and total steps, for example `120/1000`."""
     reward: ShortText | None = None
@@ -371,7 +367,7 @@ class AgenticRunStatus(Model):
     estimated_completion_time: Time | None = None
     """Estimated time at which the last step is done."""
     last_step_time: Time | None = None
-    """Time at which the newest step was done."""
+    """When the newest step was done."""
     policy_version: Number | None = None
     """Version of the trained weights."""
     activity: ShortText | None = None
@@ -388,39 +384,35 @@ class AgenticRunStatus(Model):
     ray_cluster: RayClusterStatus | None = None
     job: JobStatus | None = None
     restarts: Number = 0
-    """Number of restarts of the driver, after failures and after orderly stops. Suspensions do not
-    count."""
+    """Restarts of the driver, after failures and orderly stops, without suspensions."""
     failures_without_progress: Number = 0
-    """Number of failures since the run last got further than before. Above
-    failurePolicy.maxRestarts, the run fails."""
+    """Failures since the last new step. Above failurePolicy.maxRestarts, the run fails."""
     restarted_at_step: Number | None = None
     """The furthest step that the run had reached at a restart."""
     disruptions: Number = 0
-    """Number of attempts that the platform ended: drains, evictions, preemptions, lost nodes,
-    deleted pods, evictions by Kueue. They are no restarts and no failures. Suspensions do not
-    count."""
+    """Attempts that the platform ended: drains, evictions (also by Kueue), preemptions, lost nodes,
+    deleted pods. They are neither restarts nor failures. Suspensions do not count."""
     disruptions_without_progress: Number = 0
-    """Number of disruptions since the run last got further than before. The wait before the next
-    attempt grows with it, up to 10 minutes."""
+    """Disruptions since the last new step. The wait before the next attempt grows with it, up to 10
+    minutes."""
     stopping: StopStatus | None = None
     """Set while the run releases its pods or waits without them."""
     obstacle: ObstacleStatus | None = None
     """Set while the objects of the run cannot be created, or its head does not answer."""
     pods: PodsStatus | None = None
     startup_timeouts: Number = 0
-    """Number of times in a row that the pods were given back: they were not ready within
+    """Times in a row that the pods were given back: not ready within
     failurePolicy.startupDeadlineSeconds, or the head did not answer."""
     next_retry_time: Time | None = None
-    """Time of the next restart, or of the next try to get pods, while the run waits for it. That of
-    a suspended run is over: it waits for spec.suspend to be false."""
+    """When a waiting run restarts or tries again to get pods. In the past for a suspended run."""
     volume_claim: Annotated[str, Field(max_length=253)] | None = None
     """PersistentVolumeClaim with the run's checkpoints."""
     checkpoint: CheckpointStatus | None = None
     start_time: Time | None = None
-    """Time at which the operator created the objects of the run. A run that gives its pods back
-    before its first attempt starts again later, and so does one that is suspended."""
+    """When the operator created the objects of the run. New after a suspension, and after pods were
+    given back before the first attempt."""
     completion_time: Time | None = None
-    """Time at which the run ended."""
+    """When the run ended."""
     message: LongText | None = None
     """Current action or obstacle of the run, or its last error."""
     log_tail: LongText | None = None

@@ -17,8 +17,8 @@ class Training(Model):
     learning_rate: Annotated[float, Field(gt=0, le=10)] = 1e-6
     """Learning rate of AdamW, after the warm-up of `warmupSteps`."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule after the linear warm-up of `warmupSteps`: constant, or decay to zero at
-    maxSteps. If maxSteps changes, the rest of the decay is stretched: the rate never jumps."""
+    """Schedule after the linear warm-up: constant, or decay to zero at maxSteps. Another maxSteps
+    stretches the rest of the decay: the rate never jumps."""
     warmup_steps: Count = 0
     """In optimizer steps."""
     weight_decay: Coefficient = 0.0
@@ -34,8 +34,8 @@ class Training(Model):
     max_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=16_777_216)] = 16_384
     """Tokens of one forward and backward pass."""
     sequence_packing: bool | None = None
-    """Put several samples in one row, without padding. If a check at the start shows that the model
-    does not support it, rows are padded. Default: true on GPUs. On CPUs padding is faster."""
+    """Put several samples in one row, without padding. Rows are padded if a check at the start
+    shows that the model does not support it. Default: true on GPUs. On CPUs padding is faster."""
 
 
 class TrainStrategySpec(Model):
@@ -86,9 +86,8 @@ class WeightSync(Model):
 
     transport: Literal["Auto", "SharedMemory", "Broadcast", "ObjectStore", "Disk"] = "Auto"
     """SharedMemory: for engines on the trainer's node. Broadcast: a collective (NCCL on GPUs, else
-    gloo) into the engines' processes. ObjectStore: through Ray, to any node. Disk: through the
-    folder `uri`. Auto: SharedMemory if all engines are on the first trainer's node, else
-    ObjectStore."""
+    gloo). ObjectStore: through Ray, to any node. Disk: through the folder `uri`. Auto: SharedMemory
+    if all engines are on the first trainer's node, else ObjectStore."""
     uri: Path | None = None
     """Folder that trainer and inference pods share; for transport Disk."""
     bucket_bytes: Annotated[int, Field(ge=1024, le=17_179_869_184)] = 67_108_864
@@ -125,8 +124,8 @@ class Critic(Model):
     """The value model of gae."""
 
     path: Path | None = None
-    """A causal language model: name on the Hugging Face Hub, or a folder. Default: the actor's
-    initial weights. The value head starts at zero."""
+    """A causal language model on the Hugging Face Hub, or a folder. Default: the actor's initial
+    weights. The value head starts at zero."""
     training: Training = Training()
     """miniBatchSize must be left out: the critic trains on the actor's mini-batches."""
     value_clip: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -179,8 +178,8 @@ class InferStrategySpec(Model):
 
 
 class Generating(Model):
-    """Sampling during training. By default from the full distribution, so that the recorded
-    log-probs are those of the sampling distribution.
+    """Sampling during training. By default from the full distribution, which the recorded log-probs
+    belong to.
     """
 
     RULES = (
@@ -206,8 +205,8 @@ class Generating(Model):
     min_p: Share = 0.0
     """Smallest probability of a token, relative to that of the most likely token."""
     allow_truncated_sampling: bool = False
-    """Allow topP, topK and minP. Log-probs are then recorded and trained at temperature 1 over the
-    full vocabulary, and the gradient is biased (metric rollout/truncated_sampling)."""
+    """Allow topP, topK and minP. Log-probs are recorded and trained at temperature 1 over the full
+    vocabulary, which biases the gradient (metric rollout/truncated_sampling)."""
 
 
 class ActorInfer(Model):
@@ -246,17 +245,17 @@ class Warmup(Model):
     )
 
     steps: Annotated[int, Field(ge=1, le=100_000)]
-    """Number of supervised steps."""
+    """Supervised steps."""
     batch_size: Annotated[int, Field(ge=1, le=65_536)] = 32
     """Episodes or data set items of one step."""
     learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
     """Default: actorTrain's."""
     observation_weight: Share = 0.0
-    """Weight of the loss on the observation after an answer, so that the policy learns to predict
-    the effect of actions. 0 = answers only."""
+    """Weight of the loss on the observation after an answer, which teaches the effect of actions. 0
+    = answers only."""
     source: Literal["RandomValidActions", "Dataset"] = "RandomValidActions"
-    """RandomValidActions: episodes of the training environments with uniformly random valid
-    actions, which teach the format but no strategy. Dataset: a data set."""
+    """RandomValidActions: episodes of the training environments with random valid actions, which
+    teach the format but no strategy. Dataset: a data set."""
     dataset: WarmupDataset | None = None
 
 

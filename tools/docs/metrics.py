@@ -31,9 +31,9 @@ def page() -> Iterator[str]:
         yield f"\n## {section.title}\n"
         if section.introduction:
             yield section.introduction + "\n"
-        yield "| metric | unit | meaning |\n|---|---|---|"
         for metric in section.metrics:
-            yield f"| `{metric.name}` | {metric.unit} | {metric.meaning} |".replace("|  |", "| |")
+            unit = f" ({metric.unit})" if metric.unit else ""
+            yield f"- `{metric.name}`{unit}: {metric.meaning}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,14 @@
 
     python tools/docs/model_types.py > /tmp/model-types.md && mv /tmp/model-types.md docs
 
-It makes about 210 tiny models and takes about two minutes.
+It makes about 210 tiny models and takes about two minutes. Run it before transformers is updated in
+the locks, and after a change of `inference/transformers`, `models` or `trainer/modules.py`; then
+
+    AGENTICRUN_MODEL_TYPES=all pytest tests/unit/docs/test_model_types_page.py
+
+`make test` computes one type of each mechanism again, `make drills` all of them. A test fails until
+a type that is new in transformers has a row. Types with unusual tiny configs have an entry in
+`tests/support/model_comparison.py`.
 """
 
 from __future__ import annotations
@@ -34,28 +41,17 @@ transformers' own implementations of attention.
   window of 16 tokens.
 - Trainer: five samples of 9 to 90 tokens, padded and packed. "padded": the type is padded even with
   `sequencePacking`, because its layers would mix the sequences of a row.
-- "eager": the type needs `spec.model.attnImplementation: eager`, and says so.
+- "eager": the type needs `spec.model.attnImplementation: eager`.
 - All other types are refused at the start of the run (`spec.model.path`, exit 64). TYPE and CLASS
-  stand for the type and its class in the text of the run.
-
-The page is about computation. It does not say that a type was trained to a good policy.
+  stand for the type and its class in the text of the run, which also says what to do.
 
 """
-TAIL = """
-## How to run it again
-
-Do it before transformers is updated in the locks, and after a change of `inference/transformers`,
-`models` or `trainer/modules.py`. It takes two minutes on two cores.
-
-```bash
-python tools/docs/model_types.py > /tmp/model-types.md && mv /tmp/model-types.md docs
-AGENTICRUN_MODEL_TYPES=all pytest tests/unit/docs/test_model_types_page.py
-```
-
-`make test` computes one type of each mechanism again, and `make drills` (every night) all of them.
-A type that is new in transformers fails a test until the page has a row for it. Types whose tiny
-config needs more than the usual sizes have an entry in `tests/support/model_comparison.py`.
-"""
+REMEDIES = {
+    ": set spec.pipeline.actorInfer.strategy.name:": "; use",
+    ": vllm and sglang do not serve it either, so train another model": "; no engine",
+    ": train a model of another type (docs/model-types.md lists them)": "",
+}
+"""Remedies in the text of a run, and their short forms on the page."""
 
 
 def page(rows: list[Measured]) -> str:
@@ -78,7 +74,6 @@ def page(rows: list[Measured]) -> str:
             *grouped(
                 (general(row, row.refused or str(row.padded)), row.case.name) for row in refused
             ),
-            TAIL,
         ]
     )
 
@@ -93,7 +88,9 @@ def grouped(entries: Iterable[tuple[str, str]]) -> Iterable[str]:
 
 
 def general(row: Measured, text: str) -> str:
-    """Return a text of the run without the name of the type and of its class."""
+    """Return a text of the run without the name of the type and of its class, and shorter."""
+    for remedy, short in REMEDIES.items():
+        text = text.replace(remedy, short)
     text = re.sub(rf"\b{re.escape(row.case.name.partition(',')[0])}\b", "TYPE", text)
     return re.sub(r"\b\w+(ForCausalLM|LMHeadModel|LMHead|Decoder|Model)\b", "CLASS", text)
 
