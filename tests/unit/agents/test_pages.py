@@ -54,33 +54,6 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL)
 
 
-def ours(diff: str) -> list[str]:
-    """The lines of a diff that stand in our file."""
-    kept = [line[1:].strip() for line in diff.splitlines() if not line.startswith("-")]
-    return [line for line in kept if line]
-
-
-@pytest.mark.parametrize("diff", blocks("math", "diff"))
-def test_every_line_of_the_guide_stands_in_the_example_in_this_order(diff: str) -> None:
-    there = iter([line.strip() for line in GUIDE.read_text().splitlines()])
-    assert [line for line in ours(diff) if line not in there] == []
-
-
-def test_the_page_shows_all_that_the_example_does() -> None:
-    """Beside imports, docstrings and empty lines."""
-    shown = {line for diff in blocks("math", "diff") for line in ours(diff)}
-    code = [
-        line.strip() for line in GUIDE.read_text().split("shared_verifier\n", 1)[1].splitlines()
-    ]
-    known = {
-        "await env.reset()",
-        "qid, token_ids = prompt.qid, prompt.token_ids",
-        "trajectories = []",
-    }
-    known |= {"async def reset(self, seed=None, options=None):", 'return self.item["question"]'}
-    assert [line for line in code if line and '"""' not in line and line not in shown | known] == []
-
-
 @pytest.mark.parametrize(
     ("page", "text"), [(page, text) for page in PAGES for text in blocks(page, "yaml")]
 )

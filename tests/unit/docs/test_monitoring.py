@@ -19,21 +19,21 @@ METRIC = re.compile(r"\bagenticrun_(?:operator|run)_\w+")
 SUFFIXES = re.compile(r"_(bucket|count|sum)$")
 
 
-def rows() -> Iterator[str]:
-    """Return the rows of both tables of the page, as they should be."""
+def entries() -> Iterator[str]:
+    """Return the entries of both lists of the page, as they should be."""
     for name, metric in exposed().items():
         of_run = name.startswith("agenticrun_run_")
         labels = [f"`{label}`" for label in metric.labels]
         if of_run:
             assert labels[:2] == ["`namespace`", "`run`"]
             labels = labels[2:]
-        yield f"| `{name}` | {metric.kind} | {', '.join(labels)} | {metric.help} |"
+        yield f"- `{name}` ({', '.join([metric.kind, *labels])}): {metric.help}"
 
 
-def test_the_tables_have_every_metric_as_it_is() -> None:
-    expected = list(rows())
-    found = [line for line in PAGE.splitlines() if line.startswith("| `agenticrun_")]
-    assert found == expected, "paste these rows:\n" + "\n".join(expected)
+def test_the_lists_have_every_metric_as_it_is() -> None:
+    expected = list(entries())
+    found = [line for line in PAGE.splitlines() if line.startswith("- `agenticrun_")]
+    assert found == expected, "paste these lines:\n" + "\n".join(expected)
 
 
 def test_every_alert_has_its_section_and_its_runbook() -> None:
