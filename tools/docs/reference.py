@@ -168,7 +168,7 @@ def _anchor(path: str) -> str:
 
 
 def _joined(messages: Iterable[str]) -> Iterator[str]:
-    """List items without remedies: those that differ only in their first word become one."""
+    """List items without remedies: rules that differ only in their first word become one."""
     fields: dict[str, list[str]] = {}
     for message in messages:
         field, _, rest = _REMEDY.sub("", message).partition(" ")
