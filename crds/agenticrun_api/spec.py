@@ -550,7 +550,7 @@ class FailurePolicy(Model):
     hold_seconds: Annotated[int, Field(ge=10, le=604_800)] | None = None
     """Time for which pods that have a node wait for pods of the run that cannot be placed. Then all
     are given back, so that two runs which each hold a part of what both need do not block each
-    other. Longer than the nodes of an autoscaler take to come. Default: `startupDeadlineSeconds`."""
+    other. Longer than an autoscaler's nodes take to come. Default: `startupDeadlineSeconds`."""
     wait_seconds: Annotated[int, Field(ge=0, le=604_800)] = 300
     """Time that the first attempt waits for all env and inference pods, at most
     `startupDeadlineSeconds`. After it, and at each restart, `minReplicas` of each are enough; the
