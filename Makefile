@@ -131,6 +131,7 @@ drills: setup ## Slow fault drills (tier two of docs/testing.md)
 	@AGENTICRUN_SERVER_FAULTS=1 $(BIN)/pytest -q -s --timeout 7200 tests/integration/inference/test_server_faults.py
 	@AGENTICRUN_SERVER_FAULTS=1 AGENTICRUN_DRILLS_TABLE=benchmarks/results/bad-answers.md $(BIN)/pytest -q -s --timeout 7200 tests/integration/inference/test_faulty_servers.py
 	@$(BIN)/python benchmarks/soak.py
+	@$(BIN)/pytest -q -s --timeout 1800 tests/drills
 	@AGENTICRUN_DETERMINISTIC_KILLS=20 $(BIN)/pytest -q tests/integration/local/test_deterministic.py
 	@AGENTICRUN_E2E_OPERATOR_DOWN_SECONDS=300 $(BIN)/pytest -q tests/e2e/test_run.py
 	@AGENTICRUN_E2E_DRILLS=all AGENTICRUN_DRILLS_TABLE=benchmarks/results/drills.md $(BIN)/pytest -q tests/e2e/test_drills.py

@@ -102,6 +102,10 @@ KUEUE = GoProgram(
 )
 PARTS = {KUEUE.name: KUEUE}
 """Programs that `up --with` adds, by name."""
+KUBE_ROUTER = GoProgram(
+    "kube-router", 140, package="github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"
+)
+"""Enforces NetworkPolicies in tests/drills, which build it when they first run."""
 
 
 def module_key(program: GoProgram, sources: Path) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 import devcluster
 from devcluster.binaries import (
+    KUBE_ROUTER,
     MINIMUM_GO,
     PARTS,
     PROGRAMS,
@@ -26,7 +27,7 @@ from devcluster.settings import (
 
 _GO = Path(devcluster.__file__).parent / "go"
 _PROGRAM = GoProgram("tool", 1)
-_ALL = (*PROGRAMS, *PARTS.values())
+_ALL = (*PROGRAMS, *PARTS.values(), KUBE_ROUTER)
 
 
 @pytest.fixture
