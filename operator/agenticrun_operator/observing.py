@@ -270,7 +270,7 @@ class Observer:
         try:
             kind = workloads.WORKLOAD_KIND
             return await self._kube.get(kind, run.metadata.namespace, name), False
-        except (errors.NotServed, errors.Denied) as error:
+        except (errors.NotServed, errors.Denied, errors.WebhookUnavailable) as error:
             return error, False
 
     async def _read_queue(
@@ -289,7 +289,7 @@ class Observer:
             flavors = await asyncio.gather(
                 *(self._kube.get(workloads.FLAVOR_KIND, "", name) for name in names)
             )
-        except (errors.NotServed, errors.Denied) as error:
+        except (errors.NotServed, errors.Denied, errors.WebhookUnavailable) as error:
             return QueueObjects(error=error)
         return QueueObjects(
             flavors={name: item for name, item in zip(names, flavors, strict=True) if item}

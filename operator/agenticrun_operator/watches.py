@@ -101,6 +101,7 @@ class Watch:
                 if not isinstance(error, errors.WatchBroken):
                     self._version = None
                 if self._optional and isinstance(error, _ABSENT):
+                    self._note_absent()
                     await asyncio.sleep(ABSENT_SECONDS)
                     continue
                 if not isinstance(error, errors.WatchExpired):
@@ -139,6 +140,12 @@ class Watch:
 
     def _note_contact(self) -> None:
         metrics.WATCH_CONTACT.labels(**self._labels).set_to_current_time()
+
+    def _note_absent(self) -> None:
+        """Raise no alert about objects that this cluster need not have."""
+        self._trouble, self._failures = "", 0
+        metrics.WATCHES_DOWN.labels(**self._labels).set(0)
+        metrics.WATCH_CONTACT.remove_by_labels(self._labels)
 
     @property
     def _labels(self) -> dict[str, str]:

@@ -32,6 +32,7 @@ class Release:
             *("--namespace", self.namespace),
             *("--set", "registry=registry.example.org/agents"),
             *("--set", f"watchNamespaces={{{','.join(self.watched)}}}"),
+            *("--set", "kueue.enabled=true"),
         )
         return [document for document in yaml.safe_load_all(rendered) if document]
 

@@ -125,7 +125,7 @@ kubernetes.io/arch: {{ first .Values.architectures }}
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
-{{- if .Values.kueue.enabled }}
+{{- if ne (toString .Values.kueue.enabled) "false" }}
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
   verbs: [get, list, watch, create, delete]

@@ -187,7 +187,8 @@ def finish(state: State) -> Result:
     if found is None or workloads.is_finished(found) or resources.is_deleting(found):
         return Result()
     if state.holds_pods:
-        return Result()
+        # No event may come after the last pod, and the Workload would hold its quota for ever.
+        return Result(look_after=5.0)
     succeeded = state.status.phase is Phase.SUCCEEDED
     message = state.status.message or state.status.phase.value
     now = times.format_time(state.now)

@@ -213,8 +213,13 @@ def _no_pods(state: State, reason: Reason, message: str) -> Result:
     """Report that the run holds no pods."""
     nothing = {"ready": 0, "joining": 0, "leaving": 0, "message": ""}
     said = Said("False", reason, message)
+    fields: dict[str, Any] = {
+        "roles": [item.model_copy(update=nothing) for item in state.status.roles]
+    }
+    if state.status.env_replicas is not None:
+        fields["env_replicas"] = 0
     return Result(
-        fields={"roles": [item.model_copy(update=nothing) for item in state.status.roles]},
+        fields=fields,
         conditions={ConditionType.CLUSTER_PROVISIONED: said, ConditionType.ROLES_READY: said},
     )
 

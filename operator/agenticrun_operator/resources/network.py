@@ -42,7 +42,10 @@ def network_policies(run: AgenticRun, operator_namespace: str) -> tuple[Manifest
         run: the run.
         operator_namespace: the namespace of the operator's pods; empty: runs get no policies.
     """
-    if not operator_namespace:
+    roles = (Role.DRIVER, *run.spec.roles.workers)
+    # Plug-ins see a pod with the address of its node as a stranger: the run would lock it out.
+    on_nodes = any(run.spec.roles.of(role).overlay.spec.get("hostNetwork") for role in roles)
+    if not operator_namespace or on_nodes:
         return ()
     network = run.spec.network or Network()
 
@@ -54,7 +57,7 @@ def network_policies(run: AgenticRun, operator_namespace: str) -> tuple[Manifest
         ]
 
     found = [_policy(run, None, [{"from": [_own_pods(run)]}, *clients(None)], None)]
-    for role in (Role.DRIVER, *run.spec.roles.workers):
+    for role in roles:
         ingress = clients(role)
         egress = next((limit for limit in network.egress if limit.role is role), None)
         if role is Role.DRIVER:

@@ -296,7 +296,7 @@ def test_the_columns_show_the_status(stored: Cluster) -> None:
 def test_wide_columns_add_model_algorithm_eta_and_message(stored: Cluster) -> None:
     _patch_status(stored, STATUS)
     header, row = stored.kubectl("get", DETACHED, "-o", "wide").splitlines()
-    assert header.split()[9:] == ["MODEL", "ALGORITHM", "ETA", "MESSAGE"]
+    assert header.split()[9:] == ["QUEUE", "MODEL", "ALGORITHM", "ETA", "MESSAGE"]
     assert row.split()[-3:] == ["grpo", "12m", "training"]
 
 

@@ -96,7 +96,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for namespace in (NAMESPACE, SYSTEM):
             RELEASE.grant(cluster.in_namespace(namespace))
         cluster.apply(*RELEASE.cluster_rights(cluster))
-        cluster.apply(*queue_objects())
+        cluster.in_namespace(NAMESPACE).apply(*queue_objects())
         yield cluster
 
 
@@ -167,6 +167,8 @@ class Place:
 async def place(plane: Cluster, tmp_path: Path) -> AsyncIterator[Place]:
     async with _place(plane, tmp_path) as found:
         yield found
+        # The pods of a deleted run outlive its Workload.
+        await found.until("the pods of ended runs are gone", lambda: not found.cluster.pods)
         for name in list(found.cluster.runs):
             await found.cluster.delete("AgenticRun", name)
         await found.until(
@@ -202,7 +204,7 @@ async def test_a_run_waits_until_another_one_has_ended(place: Place) -> None:
     await place.until_phase("second", "Queued")
     await place.until(
         "the words of Kueue are shown",
-        lambda: "insufficient unused quota" in place.status("second")["message"],
+        lambda: "insufficient unused quota" in place.status("second").get("message", ""),
     )
     pods = [pod for pod in place.cluster.pods if pod["metadata"]["labels"][LABEL_RUN] == "first"]
     assert {pod["spec"]["nodeSelector"]["example.com/pool"] for pod in pods} == {"a100"}

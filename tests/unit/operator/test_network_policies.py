@@ -128,6 +128,14 @@ def test_the_namespaces_own_policies_may_allow_more() -> None:
     assert can_connect((*network_policies(run, SYSTEM), opened), pod(app="web"), head, 8265)
 
 
+def test_a_run_with_pods_on_the_network_of_their_nodes_does_not_lock_them_out() -> None:
+    document = run_with(
+        ("spec.roles.trainer", {"podTemplate": {"spec": {"hostNetwork": True}}}), name=NAME
+    )
+    document["metadata"] |= {"uid": UID, "namespace": NAMESPACE}
+    assert network_policies(parse_run(document), SYSTEM) == ()
+
+
 def test_a_client_reaches_the_role_and_ports_that_it_was_given() -> None:
     network = {
         "allowFrom": [

@@ -12,7 +12,7 @@ from aiohttp import web
 from kubernetes.aio import client
 
 from agenticrun_api.names import KIND, LABEL_RUN
-from agenticrun_operator import watches
+from agenticrun_operator import metrics, watches
 from agenticrun_operator.cluster import KubeClient
 from agenticrun_operator.cluster import kube as kube_client
 from agenticrun_operator.errors import NamespaceGone, NotServed
@@ -405,10 +405,14 @@ async def test_an_optional_kind_that_is_absent_is_no_trouble_and_is_found_later(
     stub.answers["/workloads"] = (status, body)
     seen = Seen()
     watch = Watch(kube, "Workload", "blue", LABEL_RUN, seen.cache, optional=True)
+    down = metrics.WATCHES_DOWN.labels(kind="Workload", namespace="blue")
+    down.set(1)  # the apiserver was away
     task = asyncio.create_task(watch.run())
     await asyncio.sleep(0.3)
     assert seen.known("blue/lake") is None
     assert "retries" not in caplog.text
+    (sample,) = down.collect()[0].samples
+    assert sample.value == 0
     stub.names = [("blue", "lake")]
     stub.answers.clear()
     assert await seen.next() == "blue/lake"
