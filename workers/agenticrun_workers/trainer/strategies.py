@@ -48,6 +48,8 @@ def build_strategy(pipeline: Pipeline, source: ModelSource) -> PolicyTrainer:
         if spec.name == "megatron":
             from agenticrun_workers.trainer.megatron.strategy import megatron_policy
 
+            # Its attention takes a mask of packed rows, with which no fast kernel computes.
+            arguments["packing"] = bool(pipeline.actor_train.training.sequence_packing)
             with source.folder() as path:
                 return megatron_policy(
                     path,
