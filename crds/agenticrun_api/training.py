@@ -35,8 +35,8 @@ class Training(Model):
     """Tokens of one forward and backward pass."""
     sequence_packing: bool | None = None
     """Put several samples in one row, without padding. Rows are padded if a check at the start
-    shows that the model does not support it. Default: true on GPUs, but not with megatron. On CPUs padding
-    is faster."""
+    shows that the model does not support it. Default: true on GPUs, but not with megatron. On CPUs
+    padding is faster."""
 
 
 class TrainStrategySpec(Model):
