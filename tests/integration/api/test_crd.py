@@ -376,7 +376,7 @@ def test_a_run_with_duplicates_of_an_earlier_version_can_still_be_written(
         ("agenticrun.spec.pipeline.rolloutBatchSize", "Trajectories of one training step"),
         (
             "agenticrun.spec.pipeline.trainEnvs.groupSize",
-            "Number of episodes in a group, all of the same level.",
+            "Episodes in a group, all of the same level.",
         ),
         ("agenticrun.spec.roles.trainer.gpus", "one rank per GPU"),
         ("agenticrun.status.reward", "Mean score"),

@@ -608,7 +608,7 @@ def test_users_get_their_rights_with_kubernetes_own_roles(
             if label.startswith(AGGREGATES)
         }
         for (kind, _, name), item in objects.items()
-        if kind == "ClusterRole" and name.startswith("agenticrun-") and "queues" not in name
+        if kind == "ClusterRole" and name != OPERATOR and "queues" not in name
     }
     wanted = {"agenticrun-viewer": {"view"}, "agenticrun-editor": {"edit", "admin"}}
     assert found == (wanted if made else {})
