@@ -24,7 +24,6 @@ from agenticrun_api.roles import (
     Roles,
     reserved_labels,
 )
-from agenticrun_api.scheduling import Scheduling
 
 SHORT_GRACE_SECONDS = 30
 """Termination grace period of pods that save nothing. Kubernetes' own default."""
@@ -578,6 +577,20 @@ class Queue(Model):
     priority_class: Name | None = None
     """Name of the WorkloadPriorityClass that orders the runs in the queue. Default: priority 0."""
     preemption: Preemption = Preemption()
+
+
+class Scheduling(Model):
+    """The scheduler of the run's pods, and if it places them together."""
+
+    gang: bool = False
+    """true: a batch scheduler places all pods of the run together, or none. KubeRay must be
+    installed with one (its Helm value `batchScheduler.name`: volcano, yunikorn or
+    scheduler-plugins). The RayCluster gets the labels that it reads for this:
+    `ray.io/gang-scheduling-enabled`, and `ray.io/priority-class-name` with
+    spec.priorityClassName."""
+    scheduler_name: Name | None = None
+    """As in a pod spec, for the pods of all roles. KubeRay sets it to that of its batch scheduler,
+    if it has one."""
 
 
 class Cleanup(Model):

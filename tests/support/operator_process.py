@@ -59,6 +59,13 @@ class Release:
         """Give the operator its rights in this namespace, as `helm upgrade` would."""
         inside.apply(*self.rights(inside))
 
+    def set_up(self, cluster: Cluster) -> None:
+        """Make the namespaces of runs on a new cluster, and give the operator its rights."""
+        for namespace in self.watched:
+            cluster.kubectl("create", "namespace", namespace)
+        for namespace in (*self.watched, self.namespace):
+            self.grant(cluster.in_namespace(namespace))
+
     def lease(self, cluster: Cluster) -> dict[str, str]:
         """Return the settings of the Lease that the chart gives the operator."""
         found = [item for item in self.documents(cluster) if item["kind"] == "Deployment"]

@@ -237,9 +237,7 @@ async def until(condition: Any, seconds: float) -> bool:
 @pytest.fixture(scope="module")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with control_plane(tmp_path_factory.mktemp("plane")) as cluster:
-        cluster.kubectl("create", "namespace", NAMESPACE)
-        for namespace in (NAMESPACE, SYSTEM):
-            RELEASE.grant(cluster.in_namespace(namespace))
+        RELEASE.set_up(cluster)
         yield cluster
 
 

@@ -92,9 +92,7 @@ def a_run(name: str, *, steps: int = 4, gpus: int = 1, queue: Any = ()) -> Manif
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("plane")
     with control_plane(folder) as cluster, kueue(cluster, folder):
-        cluster.kubectl("create", "namespace", NAMESPACE)
-        for namespace in (NAMESPACE, SYSTEM):
-            RELEASE.grant(cluster.in_namespace(namespace))
+        RELEASE.set_up(cluster)
         cluster.apply(*RELEASE.cluster_rights(cluster))
         cluster.in_namespace(NAMESPACE).apply(*queue_objects())
         yield cluster

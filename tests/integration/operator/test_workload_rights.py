@@ -39,9 +39,7 @@ def kueue_module() -> Path:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with control_plane(tmp_path_factory.mktemp("plane")) as cluster:
-        cluster.kubectl("create", "namespace", NAMESPACE)
-        for namespace in (NAMESPACE, SYSTEM):
-            RELEASE.grant(cluster.in_namespace(namespace))
+        RELEASE.set_up(cluster)
         cluster.apply(*RELEASE.cluster_rights(cluster))
         bases = kueue_module() / "config/components/crd/bases"
         cluster.kubectl(

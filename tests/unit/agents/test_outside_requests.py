@@ -44,7 +44,7 @@ def session_of(policy: Says, template: str = SWITCHED) -> Session:
 
 
 async def beginning(its: Session, **more: Any) -> str:
-    """What the template writes at the beginning of an answer."""
+    """Return the text that the template writes at the beginning of an answer."""
     response = await its.chat({"model": "policy", "messages": [user("?")], **more})
     return its.policy.chat.shown(response.prompt_T).rpartition("assistant\n")[2]
 
