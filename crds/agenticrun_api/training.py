@@ -31,12 +31,17 @@ class Training(Model):
     """Gradients with a larger norm are scaled down to it."""
     mini_batch_size: Positive | None = None
     """Trajectories of one optimizer step; groups are not split. Default: the whole batch."""
-    max_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=16_777_216)] = 16_384
-    """Tokens of one forward and backward pass."""
+    max_tokens_per_micro_batch: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
+    """Tokens of one forward and backward pass. Default: 16384 on GPUs; 2048 on CPUs, where larger
+    tensors leave the caches."""
     sequence_packing: bool | None = None
     """Put several samples in one row, without padding. Rows are padded if a check at the start
     shows that the model does not support it. Default: true on GPUs, but not with megatron. On CPUs
     padding is faster."""
+
+    def micro_batch_tokens(self, *, on_gpus: bool) -> int:
+        """Return `max_tokens_per_micro_batch`, or its default for trainers on GPUs or CPUs."""
+        return self.max_tokens_per_micro_batch or (16_384 if on_gpus else 2_048)
 
 
 class TrainStrategySpec(Model):

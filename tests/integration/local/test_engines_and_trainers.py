@@ -81,6 +81,7 @@ def test_a_server_and_two_trainer_ranks_train_as_one(tmp_path: Path) -> None:
         "actorTrain.strategy.config.tensor_model_parallel_size=2",
     )
     assert len(steps) == STEPS
+    assert 0 < steps[0]["engine/parity_gap"] < 1e-3
     for step in steps:
         assert 0 <= step["engine/logprob_gap"] < 1e-3
         assert step["weight_sync/bytes"] > 0

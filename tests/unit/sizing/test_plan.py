@@ -56,6 +56,23 @@ def sizes(found: Place) -> dict[str, float]:
     return {item.name: item.bytes for item in found.items}
 
 
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ((), 16_384),
+        (("roles.trainer.gpus=0",), 2_048),
+        (("roles.trainer.gpus=0", "pipeline.actorTrain.training.maxTokensPerMicroBatch=512"), 512),
+    ],
+)
+def test_micro_batches_are_smaller_on_cpus(changes: tuple[str, ...], tokens: int) -> None:
+    short = (
+        "pipeline.sequenceLength=256",
+        "pipeline.rolloutBatchSize=128",
+        "pipeline.actorTrain.training={learningRate: 0.001}",
+    )
+    assert policy_layout(run_with(*short, *changes).spec).tokens == tokens
+
+
 def test_a_new_option_of_fsdp2_is_planned_for() -> None:
     """Each option of `strategy.config` that changes memory is read by `layout_of`."""
     assert {*get_type_hints(FsdpOptions)} == {

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from agenticrun_api import AgenticRunSpec, Pipeline, Role
+from agenticrun_api import AgenticRunSpec, Role
+from agenticrun_api.training import Training
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.shape import ModelShape, Weight
 from agenticrun_workers.sizing.gpus import GIB
@@ -165,7 +166,7 @@ def layout_of(
 def policy_layout(spec: AgenticRunSpec) -> Layout:
     """Return the layout of the policy on the trainer's ranks."""
     train = spec.pipeline.actor_train
-    tokens = _micro_batch(spec.pipeline, train.training.max_tokens_per_micro_batch)
+    tokens = _micro_batch(spec, train.training, Role.TRAINER)
     ranks = spec.actors(Role.TRAINER)
     return layout_of(train.strategy.name, train.strategy.config, ranks, element(spec), tokens)
 
@@ -193,10 +194,15 @@ def element(spec: AgenticRunSpec) -> int:
     return 2 if spec.model.dtype == "bfloat16" else 4
 
 
-def _micro_batch(pipeline: Pipeline, most: int) -> int:
-    """Return the tokens of the largest micro-batch: a trajectory, whatever its length, has one."""
-    length = pipeline.sequence_length
-    return max(length, min(most, pipeline.rollout_batch_size * length))
+def _micro_batch(spec: AgenticRunSpec, training: Training, role: Role) -> int:
+    """Return the tokens of the largest micro-batch: a trajectory, whatever its length, has one.
+
+    Args:
+        role: whose pods train.
+    """
+    length = spec.pipeline.sequence_length
+    most = training.micro_batch_tokens(on_gpus=spec.roles.of(role).gpus > 0)
+    return max(length, min(most, spec.pipeline.rollout_batch_size * length))
 
 
 def _on_cpu(section: object) -> bool:
@@ -470,7 +476,8 @@ def scorer_memory(
     if role is Role.REFERENCE:
         return frozen_memory(shapes[role], layout, prefix)
     assert spec.pipeline.critic is not None
-    tokens = _micro_batch(spec.pipeline, spec.pipeline.critic.training.max_tokens_per_micro_batch)
+    own = role if spec.roles.has(role) else Role.TRAINER
+    tokens = _micro_batch(spec, spec.pipeline.critic.training, own)
     return model_memory(shapes[role], replace(layout, tokens=tokens), prefix)
 
 

@@ -347,7 +347,7 @@ def _rank_candidates(spec: AgenticRunSpec) -> Iterator[tuple[str, tuple[str, ...
     layout = policy_layout(spec)
     config = "pipeline.actorTrain.strategy.config"
     smaller: list[tuple[str, ...]] = []
-    size = train.training.max_tokens_per_micro_batch
+    size = train.training.micro_batch_tokens(on_gpus=spec.roles.of(Role.TRAINER).gpus > 0)
     while (size := size // 2) >= spec.pipeline.sequence_length:
         smaller.append((f"pipeline.actorTrain.training.maxTokensPerMicroBatch={size}",))
     # Each may be combined with all that follow it.

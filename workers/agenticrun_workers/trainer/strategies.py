@@ -205,8 +205,9 @@ def _refusing(model: str, options: str) -> Iterator[None]:
 
 
 def _batches(trained: ActorTrain | Critic) -> dict[str, Any]:
-    packing = trained.training.sequence_packing
+    training, on_gpus = trained.training, compute_device().type == "cuda"
+    packing = training.sequence_packing
     return {
-        "max_tokens": trained.training.max_tokens_per_micro_batch,
-        "packing": compute_device().type == "cuda" if packing is None else packing,
+        "max_tokens": training.micro_batch_tokens(on_gpus=on_gpus),
+        "packing": on_gpus if packing is None else packing,
     }
