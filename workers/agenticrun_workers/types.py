@@ -97,6 +97,9 @@ class ChatSettings:
     """True if the run replaces the model's chat template."""
     head: str = ""
     """Beginning of the template, which sets `spec.model.chatTemplateArgs`."""
+    drops_reasoning: bool = False
+    """True if reasoning of earlier answers is dropped where the template drops it
+    (`spec.model.earlierReasoning: template`)."""
 
 
 @dataclass(frozen=True, slots=True)

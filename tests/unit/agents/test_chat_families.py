@@ -164,6 +164,75 @@ def test_text_arguments_get_the_type_of_the_schema(value: str, typed: dict[str, 
     assert calls(answer) == [("add", typed)]
 
 
+REFERRED: dict[str, Any] = {
+    "type": "object",
+    "$defs": {
+        "Level": {"type": "integer", "enum": [1, 2]},
+        "Point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        "Names/all": {"type": "array", "items": {"type": "string"}},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/Level"}]},
+    },
+    "properties": {
+        "level": {"$ref": "#/$defs/Level", "description": "How much."},
+        "maybe": {"anyOf": [{"$ref": "#/$defs/Level"}, {"type": "null"}], "default": None},
+        "point": {"allOf": [{"$ref": "#/$defs/Point"}, {"title": "P"}]},
+        "names": {"oneOf": [{"$ref": "#/$defs/Names~1all"}, {"type": "null"}]},
+        "flag": {"type": ["boolean", "null"]},
+        "older": {"type": "integer", "nullable": True},
+        "word": {"enum": ["1", "2"]},
+        "number": {"enum": [1, 2, None]},
+        "fixed": {"const": True},
+        "loop": {"$ref": "#/$defs/Loop"},
+        "any": True,
+        "open": {"anyOf": [{"type": "integer"}, {}]},
+        "lost": {"$ref": "#/$defs/Missing"},
+        "elsewhere": {"$ref": "other.json"},
+        "odd": {"type": None, "anyOf": 5},
+    },
+}
+TYPED: list[tuple[str, str, Any]] = [
+    ("level", "2", 2),
+    ("maybe", "2", 2),
+    ("maybe", "null", None),
+    ("point", '{"x": 1}', {"x": 1}),
+    ("names", '["a"]', ["a"]),
+    ("names", "null", None),
+    ("flag", "true", True),
+    ("flag", "null", None),
+    ("older", "7", 7),
+    ("older", "null", None),
+    ("word", "1", "1"),
+    ("number", "1", 1),
+    ("number", "null", None),
+    ("fixed", "true", True),
+    ("loop", "1", 1),
+    ("any", "1", "1"),
+    ("open", "1", "1"),
+    ("lost", "1", "1"),
+    ("elsewhere", "1", "1"),
+    ("odd", "1", "1"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "value"), TYPED)
+@pytest.mark.parametrize("family", ["qwen_xml", "glm", "muse"])
+def test_types_are_found_behind_references_and_alternatives(
+    family: str, name: str, text: str, value: Any
+) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": REFERRED}}
+    written = {
+        "qwen_xml": f"<tool_call>\n<function=add>\n<parameter={name}>\n{text}\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "glm": f"<tool_call>add\n<arg_key>{name}</arg_key>\n<arg_value>{text}</arg_value>\n"
+        "</tool_call>",
+        "muse": ' to=add<|message|><atem:function_calls>\n<atem:invoke name="add">\n'
+        f'<atem:parameter name="{name}">{text}</atem:parameter>\n</atem:invoke>\n'
+        "</atem:function_calls>",
+    }
+    answer = reader(family).read(written[family], ended=True, tools=[tool])
+    assert calls(answer) == [("add", {name: value})]
+
+
 def hermes(body: str) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 

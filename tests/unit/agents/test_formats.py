@@ -351,6 +351,7 @@ def test_values_that_are_nested_without_end_are_ended() -> None:
         ),
         ({"type": "object", "required": ["a"], "additionalProperties": False}, "s.required"),
         ({"type": "object", "properties": {"a": False}}, "s.properties.a"),
+        ({"type": "object", "properties": {"a": {"$ref": "b.json"}}}, "s.properties.a.$ref"),
         ({"type": 5}, "s.type"),
         ({"type": []}, "s.type"),
         ({"type": "object", "required": 5}, "s.required"),

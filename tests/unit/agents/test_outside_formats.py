@@ -302,6 +302,21 @@ async def test_the_arguments_of_a_strict_tool_follow_its_schema() -> None:
     assert len(policy.asked) == 1
 
 
+async def test_a_strict_tool_may_have_any_schema_where_no_call_is_demanded() -> None:
+    bounded = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "parameters": bounded, "strict": True},
+    }
+    asked = {"model": "policy", "messages": [user("?")], "tools": [tool]}
+    response = await session(Says([CALL])).chat(asked)
+    assert response.choices[0].message.tool_calls[0].name == "add"
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        with pytest.raises(ApiError) as refused:
+            await session(Says([])).chat(asked | {"tool_choice": choice})
+        assert refused.value.param == "tools[0].function.parameters.properties.a.minimum"
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

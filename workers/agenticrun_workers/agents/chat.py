@@ -6,6 +6,10 @@ of the response, and only the text after the marker is tokenised. Sampled tokens
 equal what the template renders for the whole conversation, and a piece costs the same after 2 turns
 as after 200.
 
+A template may leave the reasoning of earlier answers out. A run keeps it, unless
+`spec.model.earlierReasoning` is `template`: `drops_reasoning` then says where a conversation has to
+be rendered whole.
+
 What a template cannot do is found when a `ChatFormat` is made, by rendering conversations of a few
 words. A message that a template leaves out is an error, never a shorter prompt.
 """
@@ -37,6 +41,7 @@ Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and for tools `tool_calls` or `tool_call_id`."""
 
 _MARKER = "\N{WHITE SQUARE}answer\N{WHITE SQUARE}"
+_REASONING = "\N{WHITE SQUARE}reasoning\N{WHITE SQUARE}"
 
 KEPT_PROMPTS = 4096
 KEPT_LENGTH = 1000
@@ -124,6 +129,8 @@ class ChatFormat:
             for text, token in self._added.items()
             if token in self.stop_tokens or text == self._between_text
         ]
+        self.drops_between_turns = self.drops_reasoning([_USER])
+        """True if no answer keeps its reasoning in the prompt of the next turn."""
         self._cached_next = lru_cache(KEPT_PROMPTS)(self._next)
         self._shows = lru_cache(KEPT_TOOLS)(self._renders_tools)
         self._with_args = lru_cache(KEPT_FORMATS)(
@@ -238,6 +245,24 @@ class ChatFormat:
         self._check_shown(added, tail)
         return self.encode(self._without_end(tail, int(answer_T[-1]) if len(answer_T) else None))
 
+    def drops_reasoning(
+        self, added: Sequence[Message], calls: Sequence[Message] = (), tools: Tools = ()
+    ) -> bool:
+        """Return True if an answer loses its reasoning when these messages follow it.
+
+        False if the run keeps reasoning (`spec.model.earlierReasoning`).
+
+        Args:
+            added: messages after the answer.
+            calls: its tool calls.
+            tools: tools of the conversation.
+        """
+        if not (self._settings.drops_reasoning and self.reasons):
+            return False
+        answer = self._call_stub(calls) if calls and self.renders_calls else _ANSWER
+        reasoned = {**answer, "reasoning_content": _REASONING}
+        return _REASONING not in self.render([_USER, reasoned, *added], prompt=True, tools=tools)
+
     def shows_tools(self, tools: Tools) -> bool:
         """Return True if the chat template renders these tools."""
         return self._shows(json.dumps(list(tools), sort_keys=True))
@@ -246,7 +271,15 @@ class ChatFormat:
         """Return the tokens between an answer and the next one, int32 [T].
 
         `ended`: the policy ended the answer itself (`ended`).
+
+        Raises:
+            ChatTemplateError: the run drops the answer's reasoning, so nothing can follow it.
         """
+        if self.drops_between_turns:
+            raise self.error(
+                "leaves the reasoning of earlier answers out, so no prompt continues an answer",
+                "set spec.model.earlierReasoning: keep, or use agent multi_turn",
+            )
         render = self._cached_next if len(user) <= KEPT_LENGTH else self._next
         return render(user, ended)
 
@@ -311,6 +344,12 @@ class ChatFormat:
     def parse(self, text: str, *, ended: bool, tools: Tools = ()) -> ParsedAnswer:
         """Return content, reasoning and tool calls of an answer; see `AnswerReader.read`."""
         return self._reader.read(text, ended=ended, tools=tools)
+
+    def message(self, text: str, *, ended: bool) -> Message:
+        """Return an answer as a message, with its reasoning apart."""
+        parsed = self.parse(text, ended=ended)
+        said = {"role": "assistant", "content": parsed.content}
+        return said | ({} if parsed.reasoning is None else {"reasoning_content": parsed.reasoning})
 
     def first_call_end(self, text: str) -> int | None:
         """Return the place after the first whole tool call of an answer, or None."""

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from agenticrun_workers.agents.json_schema import types_of
+
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import (
         ResponseTemplate,
@@ -411,7 +413,7 @@ class AnswerReader:
     def _read(self, text: str, ended: bool, tools: Tools) -> ParsedAnswer:
         from transformers.utils.chat_parsing.response_parser import ResponseParser
 
-        parser = ResponseParser(self._compiled, prefix=self._begun, tools=list(tools))
+        parser = ResponseParser(self._compiled, prefix=self._begun, tools=_with_types(tools))
         events = parser.feed(text)
         message, last = parser.finalize()
         content = str(message.get(CONTENT, ""))
@@ -523,6 +525,24 @@ def _nesting(value: Any) -> int:
             inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
         ]
     return depth
+
+
+def _with_types(tools: Tools) -> list[dict[str, Any]]:
+    """Return tools with the types of their arguments, as transformers reads them.
+
+    It turns texts into values of these types, and follows no references.
+    """
+    typed = []
+    for tool in tools:
+        function = tool.get("function") or {}
+        root = function.get("parameters")
+        known = root.get("properties") if isinstance(root, Mapping) else None
+        types = {
+            name: {"type": types_of(schema, root)}
+            for name, schema in (known.items() if isinstance(known, Mapping) else ())
+        }
+        typed.append({"name": function.get("name"), "parameters": {"properties": types}})
+    return typed
 
 
 def _names(tools: Tools) -> list[Any]:

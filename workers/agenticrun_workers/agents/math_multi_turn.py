@@ -64,6 +64,10 @@ class MathMultiTurnAgent:
         if not 0 <= turn_level_discount <= 1:
             raise ValueError(f"turnLevelDiscount must be in [0, 1], not {turn_level_discount}")
         self.chat = ChatFormat(tokenizer)
+        if self.chat.drops_between_turns:
+            raise ValueError(
+                "its prompts continue the answers before them: set spec.model.earlierReasoning: keep"
+            )
         self.gconfig = gconfig.new(n=1)
         self.num_turns = num_turns
         self.reward_scaling = reward_scaling

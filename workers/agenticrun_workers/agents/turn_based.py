@@ -1,7 +1,9 @@
 """Turn-based agents: `multi_turn` (StarPO) and `step_wise` (GiGPO, step REINFORCE).
 
-`multi_turn` grows one conversation per episode: one training sample. `step_wise` renders a new
-prompt for each turn, with the newest past turns: one training sample per turn, of bounded length.
+`multi_turn` grows one conversation per episode: one training sample. Where the run drops the
+reasoning of earlier answers (`spec.model.earlierReasoning`), no prompt continues the one before, so
+each turn is a sample with the whole conversation. `step_wise` renders a new prompt for each turn,
+with the newest past turns: one training sample per turn, of bounded length.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, EpisodeMetrics, Generate
-from agenticrun_workers.agents.chat import ChatFormat, check_template
+from agenticrun_workers.agents.chat import ChatFormat, Message, check_template
 from agenticrun_workers.agents.registry import register_agent
 from agenticrun_workers.envs import Env, EnvCalls, EnvFault, StepResult
 from agenticrun_workers.plugins import compile_pattern, last_group
@@ -61,7 +63,7 @@ class TurnBasedAgent(ABC):
             `stop` ends the episode.
     """
 
-    stepwise: ClassVar[bool]
+    stepwise: bool
     """True if each prompt is complete; False if it extends the conversation."""
 
     def __init__(
@@ -274,8 +276,6 @@ class MultiTurnAgent(TurnBasedAgent):
         others: see `TurnBasedAgent`.
     """
 
-    stepwise = False
-
     def __init__(
         self,
         *,
@@ -294,6 +294,7 @@ class MultiTurnAgent(TurnBasedAgent):
             on_parse_error=on_parse_error,
             on_cut_answer=on_cut_answer,
         )
+        self.stepwise = self.chat.drops_between_turns
         self._system_template = system_template
         self._agent_template = agent_template
         for template in (system_template, agent_template):
@@ -303,13 +304,23 @@ class MultiTurnAgent(TurnBasedAgent):
         """Return the tokens to append to the conversation, int32 [T].
 
         They are the end of the last answer, if the policy did not sample it, and the next message.
+        Without the reasoning of earlier answers, they are the whole conversation.
         """
-        user = self._agent_template.format_map(self.fields(instruction, observation, len(past) + 1))
-        if past:
+        user = self._user(instruction, observation, len(past))
+        if past and not self.stepwise:
             return self.chat.next(user, ended=past[-1].ended)
-        return self.chat.first(
-            self._system_template.format_map(self.fields(instruction, "", 1)), user
-        )
+        system = self._system_template.format_map(self.fields(instruction, "", 1))
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        for turn, exchange in enumerate(past):
+            messages += [
+                {"role": "user", "content": self._user(instruction, exchange.observation, turn)},
+                self.chat.message(exchange.answer, ended=exchange.ended),
+            ]
+        return self.chat.conversation([*messages, {"role": "user", "content": user}])
+
+    def _user(self, instruction: str, observation: str, turns: int) -> str:
+        """Return the user message after a number of turns."""
+        return self._agent_template.format_map(self.fields(instruction, observation, turns + 1))
 
 
 STEP_WISE_FIELDS = (

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agenticrun_api import Pipeline
 from agenticrun_api.spec import ModelSpec
@@ -30,6 +30,7 @@ class ChatSource:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template."""
     format: str = "auto"
+    earlier_reasoning: Literal["keep", "template"] = "keep"
 
     @classmethod
     def of(cls, model: ModelSpec) -> ChatSource:
@@ -37,7 +38,7 @@ class ChatSource:
         template = model.chat_template
         if template is not None and not re.search(r"\{[{%]", template):
             template = _read_template(template)
-        return cls(template, model.chat_template_args, model.chat_format)
+        return cls(template, model.chat_template_args, model.chat_format, model.earlier_reasoning)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,12 @@ def _with_chat(
     else:
         tokenizer.chat_template = head + template
     settings = ChatSettings(
-        chat.format, _generation_ends(source), source.path or "", chat.template is not None, head
+        chat.format,
+        _generation_ends(source),
+        source.path or "",
+        chat.template is not None,
+        head,
+        drops_reasoning=chat.earlier_reasoning == "template",
     )
     setattr(tokenizer, "chat_settings", settings)  # noqa: B010 (no attribute of the class)
     return tokenizer

@@ -155,30 +155,37 @@ def answer_format(
         ApiError: names the invalid parameter.
     """
     schema = _schema_of(response_format)
-    calls = {
-        tool["function"]["name"]: _arguments(tool["function"], f"tools[{place}]")
+    places = {
+        tool["function"]["name"]: place
         for place, tool in enumerate(tools)
         if _is_named(tool, place)
     }
+
+    def calls_of(*names: str) -> dict[str, Any]:
+        return {
+            name: _arguments(tools[places[name]]["function"], f"tools[{places[name]}]")
+            for name in names
+        }
+
     if isinstance(choice, Mapping):
         function = choice.get("function")
         name = str(function.get("name")) if isinstance(function, Mapping) else ""
-        if name not in calls:
+        if name not in places:
             raise refused(
                 "tool_choice",
                 f"{dict(choice)!r} names no tool of this request: "
                 "{type: function, function: {name: ...}} is expected",
             )
-        return AnswerFormat({name: calls[name]})
+        return AnswerFormat(calls_of(name))
     if choice not in ("auto", "none", "required"):
         raise refused("tool_choice", f"must be auto, none, required or a function, not {choice!r}")
     if choice == "required":
-        if not calls:
+        if not places:
             raise refused("tool_choice", "is required, and the request has no tools")
-        return AnswerFormat(calls)
+        return AnswerFormat(calls_of(*places))
     if schema is None:
         return None
-    return AnswerFormat(calls if calls and choice == "auto" else None, schema)
+    return AnswerFormat(calls_of(*places) if places and choice == "auto" else None, schema)
 
 
 def _is_named(tool: Mapping[str, Any], place: int) -> bool:

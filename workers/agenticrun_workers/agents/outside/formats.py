@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenticrun_workers.agents.chat_families import HERMES, CallText
+from agenticrun_workers.agents.json_schema import Schema, resolved, types_of
 from agenticrun_workers.agents.outside.messages import refused
 
 SPACE = " \t\n\r"
@@ -45,9 +46,6 @@ ANY = ("object", "array", "string", "number", "boolean", "null")
 """Types of which a value may be if its schema has none; every integer is a number."""
 ELSEWHERE = ("$ref", "allOf", "anyOf")
 """Keywords that say everything about a value: no other keyword may stand beside them."""
-
-Schema = Any
-"""A JSON schema: a mapping, or True for any value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +211,7 @@ class _Reader:
             ]
             self._one_of([each + ends for each in written])
             return
-        kinds = self._kinds(schema)
+        kinds = types_of(schema, self._root)
         if kinds and "string" not in kinds:
             self.value(schema)
             self._literal(ends)
@@ -242,14 +240,6 @@ class _Reader:
             else:
                 break
         return schema
-
-    def _kinds(self, schema: Schema) -> list[str]:
-        """Return the types that a value may have; none if it may have any."""
-        if "anyOf" in schema:
-            found = [self._kinds(self._meant(each)) for each in schema["anyOf"]]
-            return [kind for kinds in found for kind in kinds] if all(found) else []
-        kinds = schema.get("type", [])
-        return [kinds] if isinstance(kinds, str) else [*kinds]
 
     def value(self, schema: Schema) -> None:
         """Read one value of the schema."""
@@ -453,14 +443,6 @@ def _common(text: str, at: int, literal: str) -> int:
     return size
 
 
-def resolved(root: Schema, reference: str) -> Schema:
-    """Return the schema at a reference, such as `#/$defs/Name`. Raises KeyError."""
-    found = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        found = found[part.replace("~1", "/").replace("~0", "~")]
-    return found
-
-
 def check_schema(schema: Any, param: str) -> Schema:
     """Return a schema of objects, if everything in it can be enforced.
 
@@ -537,7 +519,7 @@ def _check_part(schema: Any, path: str, root: Schema) -> None:
     if "$ref" in schema:
         try:
             resolved(root, schema["$ref"])
-        except (KeyError, TypeError, AttributeError, IndexError):
+        except KeyError:
             raise refused(
                 f"{path}.$ref", f"{schema['$ref']!r} is not a place in this schema"
             ) from None

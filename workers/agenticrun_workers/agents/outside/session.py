@@ -3,7 +3,8 @@
 A client sends its whole conversation with every request. The longest part that ends with a recorded
 answer is replaced by the recorded tokens, and only the rest is tokenised. So no sampled text is
 tokenised again, and the answers form a tree: a conversation that is repeated or changed half-way is
-a fork, and one with a different beginning is a root. Clients that name their conversations
+a fork, and one with a different beginning is a root. Where the run drops the reasoning of earlier
+answers (`spec.model.earlierReasoning`), the shorter conversation is such a root. Clients that name their conversations
 (`X-Session-ID`) have a tree for each name.
 """
 
@@ -134,7 +135,13 @@ class RecordedAnswers:
                 tokens_T = before.sampled.generation.tokens_T
                 calls = templates[size - 1].get("tool_calls", ())
                 added_T = chat.bridge(tokens_T, templates[size:], calls=calls, tools=tools)
-                return np.concatenate([before.sampled.prompt_T, tokens_T, added_T]), before
+                continued_T = np.concatenate([before.sampled.prompt_T, tokens_T, added_T])
+                if chat.drops_reasoning(templates[size:], calls, tools):
+                    templates[size - 1] = before.conversation[-1].for_template
+                    whole_T = chat.conversation(templates, tools)
+                    if chat.shown(whole_T) != chat.shown(continued_T):
+                        return whole_T, None
+                return continued_T, before
         return chat.conversation(templates, tools), None
 
     def text_prompt(self, text: str, thread: str | None = None) -> IntArray:

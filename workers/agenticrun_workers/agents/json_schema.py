@@ -1,0 +1,86 @@
+"""JSON schemas of tools and answers: references, and the types that a value may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Schema = Any
+"""A JSON schema: a mapping, or True for any value."""
+
+_TYPES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_CHOICES = ("anyOf", "oneOf", "allOf")
+_SAYS_TYPE = ("$ref", "type", "enum", "const", *_CHOICES)
+
+
+def resolved(root: Schema, reference: Any) -> Schema:
+    """Return the schema at a reference, such as `#/$defs/Name`.
+
+    Raises:
+        KeyError: the reference is no place in this schema.
+    """
+    place, *parts = str(reference).split("/")
+    found = root
+    try:
+        if place != "#":
+            raise KeyError(reference)
+        for part in parts:
+            found = found[part.replace("~1", "/").replace("~0", "~")]
+    except (LookupError, TypeError) as error:
+        raise KeyError(reference) from error
+    return found
+
+
+def types_of(schema: Schema, root: Schema) -> list[str]:
+    """Return the types that a value may have, in the schema's order; none if it may have any.
+
+    Args:
+        schema: it may refer to others and list alternatives.
+        root: the schema that references start from.
+    """
+    found: list[str] = []
+    seen: set[str] = set()
+    left = [schema]
+    while left:
+        part = left.pop(0)
+        if not isinstance(part, Mapping):
+            return []
+        reference = str(part.get("$ref", ""))
+        choices = next((part[key] for key in _CHOICES if isinstance(part.get(key), list)), None)
+        if reference:
+            if reference in seen:
+                continue
+            seen.add(reference)
+            try:
+                left.insert(0, resolved(root, reference))
+            except KeyError:
+                return []
+        elif isinstance(declared := part.get("type"), str):
+            found.append(declared)
+        elif isinstance(declared, list):
+            found += [each for each in declared if isinstance(each, str)]
+        elif isinstance(values := part.get("enum"), list):
+            found += [_TYPES[type(each)] for each in values]
+        elif "const" in part:
+            found.append(_TYPES[type(part["const"])])
+        elif choices is not None:
+            typed = [each for each in choices if isinstance(each, Mapping) and _says_type(each)]
+            if len(typed) < len(choices) and "allOf" not in part:
+                return []
+            left = [*typed, *left]
+        else:
+            return []
+        found += ["null"] if part.get("nullable") is True else []
+    return [*dict.fromkeys(found)]
+
+
+def _says_type(schema: Mapping[str, Any]) -> bool:
+    return any(key in schema for key in _SAYS_TYPE)
