@@ -188,9 +188,9 @@ class ModelSpec(Model):
     and for exported checkpoints."""
     chat_format: ChatFamily = "auto"
     """The way in which the model writes tool calls. auto: what its chat template writes."""
-    earlier_reasoning: Literal["keep", "template"] = "keep"
-    """Reasoning of earlier answers in a prompt. keep: it stays, so that an episode is one sequence.
-    template: it is dropped where the chat template drops it, and a new sequence begins there."""
+    earlier_reasoning: Literal["Keep", "Template"] = "Keep"
+    """Reasoning of earlier answers in a prompt. Keep: it stays, so that an episode is one sequence.
+    Template: it is dropped where the chat template drops it, and a new sequence begins there."""
 
 
 CREDENTIALS = "(https?://[^/]*@|ssh://[^/@]*:[^/@]*@)"

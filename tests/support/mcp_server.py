@@ -19,6 +19,9 @@ TOOLS: dict[str, dict[str, Any]] = {
     "broken": {},
     "picture": {},
     "structured": {},
+    "document": {},
+    "link": {},
+    "binary": {},
     "fails": {},
     "refuses": {},
     "crashes": {},
@@ -26,6 +29,10 @@ TOOLS: dict[str, dict[str, Any]] = {
     "hangs": {},
     "score": {"answer": "string", "seed": "integer"},
     "object_score": {"answer": "string"},
+    "text_score": {"answer": "string"},
+    "truth_score": {"answer": "string"},
+    "nested_score": {"answer": "string"},
+    "failed_score": {"answer": "string"},
     "bad_score": {"answer": "string"},
 }
 
@@ -38,28 +45,41 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
             time.sleep(3600)
         case "begin":
             return text(f"begin {json.dumps(arguments, sort_keys=True)} {os.getpid()}")
-        case "big":
-            return text("\U0001f642" * 1_000_000)
-        case "broken":
-            return text("half \ud83d")
-        case "picture":
-            picture = {"type": "image", "data": "aGk=", "mimeType": "image/png"}
-            return {"content": [picture, {"type": "text", "text": "a caption"}]}
-        case "structured":
-            return {"content": [], "structuredContent": {"a": 1}}
-        case "fails":
-            return {**text("no such file"), "isError": True}
         case "score":
             return text(str(len(arguments["answer"]) / 10))
-        case "object_score":
-            return {**text("-"), "structuredContent": {"reward": True}}
-        case "bad_score":
-            return text("very good")
-    return text(arguments.get("text", ""))
+    return FIXED.get(name) or text(arguments.get("text", ""))
+
+
+def resource(found: dict[str, Any]) -> dict[str, Any]:
+    return {"content": [{"type": "resource", "resource": {"uri": "file:///a.txt", **found}}]}
 
 
 def text(said: str) -> dict[str, Any]:
     return {"content": [{"type": "text", "text": said}]}
+
+
+FIXED = {
+    "big": text("\U0001f642" * 1_000_000),
+    "broken": text("half \ud83d"),
+    "picture": {
+        "content": [
+            {"type": "image", "data": "aGk=", "mimeType": "image/png"},
+            {"type": "text", "text": "a caption"},
+        ]
+    },
+    "structured": {"content": [], "structuredContent": {"a": 1}},
+    "document": resource({"mimeType": "text/plain", "text": "the file"}),
+    "binary": resource({"mimeType": "image/png", "blob": "aGk="}),
+    "link": {"content": [{"type": "resource_link", "uri": "file:///a.txt", "name": "a.txt"}]},
+    "fails": {**text("no such file"), "isError": True},
+    "object_score": {**text("-"), "structuredContent": {"reward": True}},
+    "text_score": text('{"reward": 0.5, "why": "half"}'),
+    "truth_score": text("true"),
+    "nested_score": {**text("-"), "structuredContent": {"result": {"reward": 0.25}}},
+    "failed_score": {**text("1"), "isError": True},
+    "bad_score": text("very good"),
+}
+"""Results that do not depend on the arguments."""
 
 
 def answer(method: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +101,7 @@ def answer(method: str, asked: dict[str, Any]) -> dict[str, Any]:
                 for name, fields in TOOLS.items()
             ]
             half = len(listed) // 2
-            if asked.get("cursor"):
+            if asked.get("cursor") and "endless" not in sys.argv:
                 return {"result": {"tools": listed[half:]}}
             return {"result": {"tools": listed[:half], "nextCursor": "2"}}
         case "tools/call", "refuses":
@@ -98,9 +118,12 @@ def answer(method: str, asked: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     if "silent" in sys.argv:
         time.sleep(3600)
+    noise = "noisy" in sys.argv
     for line in sys.stdin:
         asked = json.loads(line)
         if "id" in asked:
+            if noise:
+                print("INFO: a line that is no message\n{", flush=True)
             said = answer(asked["method"], asked.get("params") or {})
             print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **said}), flush=True)
 

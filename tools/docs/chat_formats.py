@@ -30,13 +30,16 @@ spec:
     chatTemplateArgs: {enable_thinking: false}   # variables of the template
     # chatTemplate: my.jinja                     # text or file, instead of the model's
     # chatFormat: auto                           # or a family of the table
+    # earlierReasoning: Keep                     # or Template
 ```
 
 - **Exact tokens.** What the policy sampled is never tokenised again. Only the text between two
   answers is rendered.
-- **Reasoning of earlier turns** stays in the prompt, because an episode is one sequence, even
-  where the template drops it. To train without it, use agent `step_wise`, or let an outside agent
-  begin a new conversation.
+- **Reasoning of earlier turns.** With `earlierReasoning: Keep` it stays in the prompt, even where
+  the template drops it: an episode is one sequence. With `Template` it is dropped where the chat
+  template drops it, as `agenticrun serve` does, and a new sequence begins there. Agent `multi_turn`
+  then has a sample for each turn, an outside agent a trajectory for each part of the conversation.
+  Neither masks it: every sampled token is trained once. `step_wise` never shows it.
 - **Answers end** at the template's end of turn, the tokenizer's end of sequence, those of
   `generation_config.json`, and the token after a tool call.
 - **No system role**: the instruction joins the first user message.
@@ -49,9 +52,10 @@ Each with a tokenizer of bytes and the template's special tokens.
 
 - In brackets: the family (`chatFormat`), and no system role.
 - Two turns equal the whole conversation, "but for" what the template leaves out of earlier answers
-  and a run keeps.
-- Thinking: the template's switch, if it has one. dropped: the template leaves reasoning out of
-  earlier turns; unwritten: out of all. A run keeps it.
+  and `earlierReasoning: Keep` keeps.
+- Thinking: the template's switch, if it has one. Then what the template does with the reasoning of
+  earlier turns. kept: it writes it; dropped: it keeps it between calls of tools, and leaves it out
+  after the next user message; unwritten: it never writes it.
 - Tool calls: one or several in an answer, with their results. Without this word, the template shows
   no tools, and requests with tools are refused.
 - At the end: stop tokens.
@@ -60,10 +64,10 @@ COLUMNS = ("family", "system role", "two turns", "thinking", "tool calls", "stop
 
 SHORT = {
     "equal to the whole but for ": "but for ",
-    ": the template leaves it out of earlier answers, a run keeps it": "",
+    ": the template leaves it out of earlier answers, earlierReasoning: Keep keeps it": "",
     "equal to the whole conversation": "",
-    "; the template leaves it out of earlier turns, a run keeps it": ", dropped",
-    "; the template never writes reasoning, a run keeps it": ", unwritten",
+    "; the template drops it at the next question, earlierReasoning: Keep keeps it": ", dropped",
+    "; the template never writes reasoning, earlierReasoning: Keep keeps it": ", unwritten",
     "; kept in earlier turns": ", kept",
     "switched by ": "",
     "without a switch": "no switch",

@@ -99,7 +99,7 @@ class ChatSettings:
     """Beginning of the template, which sets `spec.model.chatTemplateArgs`."""
     drops_reasoning: bool = False
     """True if reasoning of earlier answers is dropped where the template drops it
-    (`spec.model.earlierReasoning: template`)."""
+    (`spec.model.earlierReasoning: Template`)."""
 
 
 @dataclass(frozen=True, slots=True)

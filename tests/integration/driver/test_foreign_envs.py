@@ -13,6 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.request import urlopen
 
@@ -27,6 +28,8 @@ from waiting import eventually
 
 SUPPORT = Path(__file__).parents[2] / "support"
 CALLS = EnvCalls(30.0)
+CELLS = [f"[{cell}]" for cell in range(9)]
+BETS = ["[check]", "[bet]", "[call]", "[fold]"]
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +224,8 @@ async def test_the_examples_of_libraries_train(name: str, tmp_path: Path) -> Non
         ("reasoning_gym", {"dataset": "leg_counting"}),
         ("textarena", {"id": "GuessTheNumber-v0", "actions": ["[3]", "4"]}),
         ("textarena", {"id": "Mastermind-v0"}),
+        ("textarena", {"id": "TicTacToe-v0", "players": 2, "actions": CELLS}),
+        ("textarena", {"id": "KuhnPoker-v0", "players": 2, "actions": BETS}),
     ],
 )
 @pytest.mark.usefixtures("packages")
@@ -261,12 +266,51 @@ async def test_a_game_is_won_and_an_invalid_move_is_refused() -> None:
     assert all(result.metrics["action_is_valid"] for result in results)
 
 
+def first_cell(shown: str) -> str:
+    """The first free cell that Tic Tac Toe names."""
+    return shown.rpartition("Available Moves: ")[2].split("'")[1]
+
+
+@pytest.mark.parametrize("opponent", [None, "own_opponent:answer"])
+@pytest.mark.usefixtures("packages")
+def test_a_game_for_two_is_played_against_chance_or_a_function(
+    opponent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("own_opponent")
+    monkeypatch.setattr(module, "answer", first_cell, raising=False)
+    monkeypatch.setitem(sys.modules, "own_opponent", module)
+    config = {"id": "TicTacToe-v0", "players": 2, "actions": CELLS}
+    env: Any = make_env("textarena", config | ({"opponent": opponent} if opponent else {}))
+
+    def game(seed: int) -> list[str]:
+        shown = [env.reset(seed, Stream.TRAIN)]
+        assert "You are Player 0" in shown[0]
+        for _ in range(5):
+            result = env.step(first_cell(shown[-1]))
+            shown.append(result.observation)
+            assert result.metrics["action_is_valid"] == 1.0
+            if result.terminated:
+                assert result.metrics["success"] == float(result.reward == 1)
+                return shown
+            assert "Player 1 placed their symbol" in result.observation
+        raise AssertionError("nine cells are full after five moves of the first player")
+
+    games = [game(seed) for seed in (1, 1, 2, 3, 4)]
+    assert games[0] == games[1]
+    assert len({str(each) for each in games}) == (1 if opponent else 4)
+    if opponent:  # 0 2 4 6 against 1 3 5
+        assert "Player 0 has won!" in games[0][-1]
+
+
 @pytest.mark.parametrize(
     ("type", "config", "message"),
     [
         ("reasoning_gym", {"dataset": "chain_sums"}, "dataset 'chain_sums': .* not registered"),
         ("reasoning_gym", {"dataset": "chain_sum", "params": {"a": 1}}, "unexpected keyword"),
-        ("textarena", {"id": "TicTacToe-v0"}, "not a game for one player"),
+        ("textarena", {"id": "TicTacToe-v0"}, "not a game for players: 1"),
+        ("textarena", {"id": "TicTacToe-v0", "players": 2}, "the others need opponent"),
+        ("textarena", {"id": "TicTacToe-v0", "players": 3, "actions": ["[0]"]}, "players: 3"),
+        ("textarena", {"id": "Mastermind-v0", "opponent": "a:b"}, "set players"),
         ("textarena", {"id": "NoGame-v0"}, "cannot make 'NoGame-v0'"),
     ],
 )

@@ -202,10 +202,10 @@ def test_an_agent_of_many_turns_has_one_sample_if_the_run_keeps_reasoning() -> N
 
 
 def test_tokens_that_continue_an_answer_are_refused() -> None:
-    with pytest.raises(ChatTemplateError, match="set spec.model.earlierReasoning: keep") as refused:
+    with pytest.raises(ChatTemplateError, match="earlierReasoning: Keep") as refused:
         ChatFormat(made()).next("Sure?", ended=True)
     assert "tiny" in str(refused.value)
-    with pytest.raises(AgentConfigError, match="earlierReasoning: keep"):
+    with pytest.raises(AgentConfigError, match="earlierReasoning: Keep"):
         make_agent("math_multi_turn", {}, tokenizer=made(), limits=LIMITS)
 
 

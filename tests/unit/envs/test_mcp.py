@@ -20,7 +20,6 @@ from agenticrun_workers.envs.env import EnvConfigError
 from agenticrun_workers.envs.mcp import RESULT_CHARACTERS
 from agenticrun_workers.seeds import VALIDATION_SEEDS
 from agenticrun_workers.types import StopReason, Stream
-from mcp_server import TOOLS
 
 CALLS = EnvCalls(20.0)
 COMMAND = ["python", "-m", "mcp_server"]
@@ -121,9 +120,28 @@ async def test_results_that_are_not_plain_text() -> None:
         await begin(env)
         shown = [
             (await CALLS.step(env, call(name))).observation
-            for name in ("picture", "structured", "echo")
+            for name in ("picture", "structured", "document", "binary", "link", "echo")
         ]
-    assert shown == ["(image)\na caption", '{"a": 1}', "(no result)"]
+    assert shown == [
+        "(image)\na caption",
+        '{"a": 1}',
+        "the file",
+        "(resource file:///a.txt)",
+        "(resource_link a.txt file:///a.txt)",
+        "(no result)",
+    ]
+
+
+async def test_lines_on_stdout_that_are_no_messages_are_skipped() -> None:
+    async with opened(command=[*COMMAND, "noisy"]) as env:
+        await begin(env)
+        assert (await CALLS.step(env, call("echo", text="a"))).observation == "a"
+
+
+async def test_a_list_of_tools_without_an_end_costs_the_episode() -> None:
+    async with opened(command=[*COMMAND, "endless"]) as env:
+        with pytest.raises(EnvFault, match="lists its tools without an end: '2' is its next page"):
+            await begin(env)
 
 
 async def test_a_result_that_is_not_unicode_costs_the_episode() -> None:
@@ -158,13 +176,22 @@ async def test_a_session_is_kept_only_if_the_config_says_so(reuse: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("tool", "reward"), [("score", 0.2), ("object_score", 1.0), ("bad_score", None)]
+    ("tool", "reward"),
+    [
+        ("score", 0.2),
+        ("object_score", 1.0),
+        ("text_score", 0.5),
+        ("truth_score", 1.0),
+        ("nested_score", 0.25),
+        ("failed_score", "'1', not a number"),
+        ("bad_score", "'very good', not a number"),
+    ],
 )
-async def test_a_reward_is_a_number_or_an_object_with_one(tool: str, reward: float | None) -> None:
+async def test_a_reward_is_a_number_or_an_object_with_one(tool: str, reward: float | str) -> None:
     async with opened(rewardTool=tool) as env:
         await begin(env)
-        if reward is None:
-            with pytest.raises(EnvFault, match="'very good', not a number"):
+        if isinstance(reward, str):
+            with pytest.raises(EnvFault, match=reward):
                 await CALLS.step(env, "ab")
         else:
             assert (await CALLS.step(env, "ab")).reward == pytest.approx(reward)
@@ -241,4 +268,3 @@ async def test_random_answers_are_those_of_the_config() -> None:
     assert await CALLS.valid_actions(env) == answers
     vocabulary = set(getattr(env, "vocabulary", list)())
     assert {"7", "8"} <= vocabulary
-    assert len(TOOLS) == 14

@@ -6,6 +6,7 @@ The fake server breaks on command; tests/integration/rollout/test_foreign_envs.p
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -15,10 +16,10 @@ from contextlib import asynccontextmanager
 from enum import Enum
 from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from agenticrun_workers.envs import Env, EnvCalls, EnvFault, Start, StepResult, make_env
 from agenticrun_workers.envs.checking import Verdict, check_env
@@ -374,6 +375,34 @@ def test_words_for_whole_actions_and_fixed_fields() -> None:
         form({"x": {}, "y": {}}, actions={"run": 1})
     with pytest.raises(ValueError, match="no field z"):
         form({"x": {}}, fields={"z": 1})
+
+
+class Move(Model):
+    kind: Literal["move"]
+    by: int
+
+
+class Shoot(Model):
+    kind: Literal["shoot"]
+    at: Size
+    by: str = "bow"
+
+
+def test_several_kinds_of_actions_are_a_json_object_with_the_fields_of_all() -> None:
+    union = TypeAdapter(Annotated[Move | Shoot, Field(discriminator="kind")])
+    older = union.json_schema(ref_template="#/definitions/{model}")
+    older["definitions"] = older.pop("$defs")
+    for schema in (union.json_schema(), older):
+        its = ActionForm(schema)
+        assert its.question().splitlines() == [
+            "Answer with a JSON object that has these fields:",
+            "- kind: move or shoot",
+            "- by (optional): a whole number or text",
+            "- at (optional): an object {width: a whole number, unit: one of cm, m}",
+        ]
+        for action in ({"kind": "move", "by": 1}, {"kind": "shoot", "at": {"width": 2}}):
+            assert its.parse(json.dumps(action)) == action
+        assert isinstance(its.parse("fly"), Invalid)
 
 
 class Recursive(Model):

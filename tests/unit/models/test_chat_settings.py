@@ -121,3 +121,12 @@ def test_a_gated_model_of_the_cache_needs_no_generation_config(
 def test_the_format_of_calls_can_be_named(folder: Path) -> None:
     source = TokenizerSource(str(folder), chat=ChatSource(format="qwen_xml"))
     assert ChatFormat(load_tokenizer(source)).family.name == "qwen_xml"
+
+
+@pytest.mark.parametrize("earlier", ["Keep", "Template"])
+def test_the_spec_says_if_the_reasoning_of_earlier_turns_is_dropped(
+    earlier: str, folder: Path
+) -> None:
+    model = ModelSpec.model_validate({"path": str(folder), "earlierReasoning": earlier})
+    its = ChatFormat(load_tokenizer(ModelSource.of(model).tokenizer()))
+    assert its.drops_between_turns is (earlier == "Template")

@@ -7,7 +7,7 @@ equal what the template renders for the whole conversation, and a piece costs th
 as after 200.
 
 A template may leave the reasoning of earlier answers out. A run keeps it, unless
-`spec.model.earlierReasoning` is `template`: `drops_reasoning` then says where a conversation has to
+`spec.model.earlierReasoning` is `Template`: `drops_reasoning` then says where a conversation has to
 be rendered whole.
 
 What a template cannot do is found when a `ChatFormat` is made, by rendering conversations of a few
@@ -278,7 +278,7 @@ class ChatFormat:
         if self.drops_between_turns:
             raise self.error(
                 "leaves the reasoning of earlier answers out, so no prompt continues an answer",
-                "set spec.model.earlierReasoning: keep, or use agent multi_turn",
+                "set spec.model.earlierReasoning: Keep, or use agent multi_turn",
             )
         render = self._cached_next if len(user) <= KEPT_LENGTH else self._next
         return render(user, ended)

@@ -23,6 +23,8 @@ SWITCHES = {
 }
 """Variables of templates that change how much a model thinks, with values to try."""
 
+KEPT = "earlierReasoning: Keep keeps it"
+
 SYSTEM: Message = {"role": "system", "content": "INSTRUCTION"}
 ASKED: Message = {"role": "user", "content": "QUESTION 1"}
 ANSWERED: Message = {"role": "assistant", "content": "ANSWER"}
@@ -105,7 +107,7 @@ def _two_turns(chat: ChatFormat) -> Finding:
     if begun:
         return ok(
             f"equal to the whole but for {begun!r}: the template leaves it out of earlier answers, "
-            "a run keeps it"
+            + KEPT
         )
     return ok("equal to the whole conversation")
 
@@ -148,13 +150,22 @@ def _thinking(chat: ChatFormat) -> Finding:
     found = f"switched by {', '.join(switches)}" if switches else "without a switch"
     latest = chat.render([ASKED, REASONED], prompt=False)
     if "BECAUSE" not in latest:
-        return ok(f"{found}; the template never writes reasoning, a run keeps it")
+        return ok(f"{found}; the template never writes reasoning, {KEPT}")
     earlier = "BECAUSE" in chat.render([ASKED, REASONED, ASKED_AGAIN], prompt=True)
     if problem := _unread(chat, latest):
         return failed(problem, "set spec.model.chatFormat")
     if earlier:
         return ok(f"{found}; kept in earlier turns")
-    return ok(f"{found}; the template leaves it out of earlier turns, a run keeps it")
+    after = "the next message" if _dropped_after_a_call(chat) else "the next question"
+    return ok(f"{found}; the template drops it at {after}, {KEPT}")
+
+
+def _dropped_after_a_call(chat: ChatFormat) -> bool:
+    """Return True if the template drops the reasoning before a call when its result follows."""
+    if not (chat.renders_calls and chat.shows_tools([TOOL])):
+        return False
+    talk = [ASKED, {**CALLED, "reasoning_content": "BECAUSE"}, RESULT]
+    return "BECAUSE" not in chat.render(talk, prompt=True, tools=[TOOL])
 
 
 def _changes(chat: ChatFormat, name: str) -> bool:

@@ -66,7 +66,7 @@ class MathMultiTurnAgent:
         self.chat = ChatFormat(tokenizer)
         if self.chat.drops_between_turns:
             raise ValueError(
-                "its prompts continue the answers before them: set spec.model.earlierReasoning: keep"
+                "its prompts continue earlier answers: set spec.model.earlierReasoning: Keep"
             )
         self.gconfig = gconfig.new(n=1)
         self.num_turns = num_turns

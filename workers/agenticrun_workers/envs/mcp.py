@@ -11,6 +11,7 @@ session has a task of its own.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import string
@@ -316,6 +317,7 @@ class _Session:
         """Return all tools of the server. Raises `EnvFault`."""
         found: list[Tool] = []
         cursor: str | None = None
+        cursors: set[str] = set()
         while True:
             page = await self._asked(self._client.result().list_tools(cursor=cursor))
             found += [
@@ -324,6 +326,13 @@ class _Session:
             cursor = page.next_cursor
             if not cursor:
                 return found
+            if cursor in cursors:
+                self._lost = True
+                raise _fault(
+                    f"the MCP server lists its tools without an end: {cursor!r} is its next page "
+                    "twice"
+                )
+            cursors.add(cursor)
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
         """Call a tool.
@@ -367,23 +376,34 @@ class _Session:
 
 def _text(result: CallToolResult) -> str:
     """Return the text of a result; of other content (an image, a sound) only its type."""
-    parts = [
-        part.text if part.type == "text" else f"({part.type})" for part in result.content or ()
-    ]
+    parts = [_part(part) for part in result.content or ()]
     if not parts and result.structured_content is not None:
         return as_json(result.structured_content)
     return "\n".join(parts)
 
 
+def _part(part: Any) -> str:
+    """Return the text of a part of a result, or else its type and address."""
+    if part.type == "text":
+        return str(part.text)
+    if part.type == "resource":
+        return str(getattr(part.resource, "text", f"(resource {part.resource.uri})"))
+    if part.type == "resource_link":
+        return f"(resource_link {part.name} {part.uri})"
+    return f"({part.type})"
+
+
 def _number(result: CallToolResult) -> float:
-    """Return the reward that a tool returned. Raises `EnvFault`."""
+    """Return the reward that a tool returned. Raises `EnvFault`.
+
+    A server without structured content writes it as JSON text.
+    """
     found: Any = result.structured_content
-    if isinstance(found, Mapping):
-        found = found.get("reward", found.get("result"))
-    if isinstance(found, Mapping):
-        found = found.get("reward")
     if found is None:
-        found = _text(result).strip()
+        with suppress(ValueError, RecursionError):
+            found = json.loads(_text(result))
+    while isinstance(found, Mapping):
+        found = found.get("reward", found.get("result"))
     with suppress(TypeError, ValueError):
         if not result.is_error:
             return float(found)

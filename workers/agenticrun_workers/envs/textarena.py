@@ -1,4 +1,4 @@
-"""`type: textarena`: games of TextArena for one player."""
+"""`type: textarena`: games of TextArena, for the policy and other players."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ import numpy as np
 from agenticrun_workers.envs.calls import one_line
 from agenticrun_workers.envs.env import StepResult, register_env
 from agenticrun_workers.envs.remote import checked_package
+from agenticrun_workers.plugins import imported
 from agenticrun_workers.seeds import VALIDATION_SEEDS
 from agenticrun_workers.types import Stream
+
+POLICY = 0
+"""The policy's number among the players."""
+MOST_MOVES = 1000
+"""Moves of other players in a row, after which a game counts as one that never asks the policy."""
 
 _generators = threading.Lock()
 """Held while the generators of `random` and `numpy.random` are those of one game."""
@@ -34,6 +40,10 @@ class TextArena:
             effect: the agent keeps the history.
         kwargs: keyword arguments of `textarena.make`, such as max_turns.
         actions: answers of the random policy and of the warm-up by random play.
+        players: their number, with the policy.
+        opponent: `module:function` that answers for the other players, called with what the game
+            has said to one of them since its last answer. Default: one of `actions` at random, if
+            possible one that the game's last message names.
         instruction: text of the first prompt; the rules are in the first observation.
 
     Metrics: success (the reward is 1 or more), and the usual ones. The reward of the game comes at
@@ -46,8 +56,14 @@ class TextArena:
         id: str,
         kwargs: Mapping[str, Any] | None = None,
         actions: Sequence[Any] = (),
+        players: int = 1,
+        opponent: str | None = None,
         instruction: str = "Play the game.",
     ) -> None:
+        if players > 1 and not (opponent or actions):
+            raise ValueError("players: the others need opponent (module:function), or actions")
+        if opponent and players < 2:
+            raise ValueError("opponent: set players to the number of players")
         library = checked_package("textarena", "textarena")
         self._game_says = library.GAME_ID
         self._own_action = library.ObservationType.PLAYER_ACTION
@@ -61,6 +77,9 @@ class TextArena:
             self._brackets |= type(self._game).__name__ == "ActionFormattingWrapper"
             self._game = self._game.env
         self._actions = list(map(str, actions))
+        self._players = players
+        self._opponent = _function(opponent) if opponent else None
+        self._chance = random.Random()
         self.instruction = instruction
         self._states: Any = None
         self._check(id)
@@ -70,25 +89,24 @@ class TextArena:
         levels = VALIDATION_SEEDS if split is Stream.VALIDATION else 0
         seed = seed % VALIDATION_SEEDS + levels
         with self._own_generators(seed):
-            self._game.reset(num_players=1, seed=seed)
-            return self._said()[0]
+            self._game.reset(num_players=self._players, seed=seed)
+            self._chance.seed(seed)
+            return self._said(done=False)[1]
 
     def step(self, action: str) -> StepResult:
         """Play an answer; see `StepResult`."""
         if not action.strip():
             return StepResult("The answer is empty.", 0.0, False, metrics=_metrics(valid=False))
-        if self._brackets and not re.search(r"[\[\]]", action):
-            action = f"[{action.strip()}]"
         with self._own_generators():
-            done, _ = self._game.step(action)
-            text, refused = self._said()
+            done, text, refused = self._said(done=self._move(action))
             rewards, infos = self._game.close() if done else ({}, {})
-        invalid = refused or bool((infos or {}).get(0, {}).get("invalid_move"))
-        reward = float((rewards or {}).get(0, 0.0))
-        metrics = _metrics(valid=not invalid, success=bool(done) and reward >= 1)
-        reason = str((infos or {}).get(0, {}).get("reason", ""))
+        own = (infos or {}).get(POLICY, {})
+        invalid = refused or bool(own.get("invalid_move"))
+        reward = float((rewards or {}).get(POLICY, 0.0))
+        metrics = _metrics(valid=not invalid, success=done and reward >= 1)
+        reason = str(own.get("reason", ""))
         shown = "\n".join(filter(None, [text, reason]))
-        return StepResult(shown, reward, bool(done), metrics=metrics)
+        return StepResult(shown, reward, done, metrics=metrics)
 
     def valid_actions(self) -> list[str]:
         """Return the actions of the config; games do not list theirs."""
@@ -99,21 +117,57 @@ class TextArena:
         words = re.findall(r"\w+", self.reset(0, Stream.TRAIN))
         return [*string.printable, *self._actions, *words]
 
-    def _said(self) -> tuple[str, bool]:
-        """Return what the game has said since the last call, and whether it refused a move."""
-        _, messages = self._game.get_observation()
-        shown = [text for sender, text, kind in messages if kind is not self._own_action]
-        refused = any(
-            kind is self._refusal and "invalid move" in text.lower() for _, text, kind in messages
-        )
-        return "\n".join(shown), refused
+    def _move(self, action: str) -> bool:
+        """Play the answer of a player. Return True if it ends the game."""
+        if self._brackets and not re.search(r"[\[\]]", action):
+            action = f"[{action.strip()}]"
+        return bool(self._game.step(action)[0])
+
+    def _said(self, *, done: bool) -> tuple[bool, str, bool]:
+        """Let the others play until it is the policy's turn.
+
+        Returns:
+            whether the game has ended, what it has said to the policy since its last turn, and
+            whether it refused the policy's move.
+        """
+        for _ in range(MOST_MOVES):
+            player, messages = self._game.get_observation()
+            if done and player != POLICY:
+                messages = self._game.state.observations[POLICY]
+            if done or player == POLICY:
+                refused = any(
+                    kind is self._refusal and "invalid move" in text.lower()
+                    for _, text, kind in messages
+                )
+                return done, self._text(messages, POLICY), refused
+            done = self._move(self._others_answer(messages, player))
+        raise RuntimeError(f"{MOST_MOVES} moves of the other players, and none of the policy")
+
+    def _text(self, messages: Sequence[Any], player: int) -> str:
+        """Return messages to a player, without its own answers."""
+        shown = []
+        for sender, text, kind in messages:
+            if kind is not self._own_action:
+                shown.append(text)
+            elif sender != player:
+                shown.append(f"[Player {sender}] {text}")
+        return "\n".join(shown)
+
+    def _others_answer(self, messages: Sequence[Any], player: int) -> str:
+        if self._opponent is not None:
+            return str(self._opponent(self._text(messages, player)))
+        newest = messages[-1][1] if messages else ""
+        named = [action for action in self._actions if action in newest]
+        return self._chance.choice(named or self._actions)
 
     def _check(self, id: str) -> None:
         """Raise `ValueError` for a game that cannot begin, before a run and not in each episode."""
         try:
             self.reset(0, Stream.TRAIN)
         except AssertionError as error:
-            raise ValueError(f"id: {id} is not a game for one player: {error}") from error
+            raise ValueError(
+                f"id: {id} is not a game for players: {self._players}: {error}"
+            ) from error
         except Exception as error:  # the same as in `make`
             raise ValueError(f"id: {id} cannot begin: {one_line(error)}") from error
 
@@ -134,6 +188,13 @@ class TextArena:
                 self._states = random.getstate(), np.random.get_state()
                 random.setstate(others[0])
                 np.random.set_state(others[1])
+
+
+def _function(name: str) -> Any:
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"opponent: {name!r} is not module:function")
+    return imported(module, attribute)
 
 
 def _metrics(valid: bool, success: bool = False) -> dict[str, float]:

@@ -30,7 +30,7 @@ class ChatSource:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template."""
     format: str = "auto"
-    earlier_reasoning: Literal["keep", "template"] = "keep"
+    earlier_reasoning: Literal["Keep", "Template"] = "Keep"
 
     @classmethod
     def of(cls, model: ModelSpec) -> ChatSource:

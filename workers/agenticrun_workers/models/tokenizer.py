@@ -127,7 +127,7 @@ def _with_chat(
         source.path or "",
         chat.template is not None,
         head,
-        drops_reasoning=chat.earlier_reasoning == "template",
+        drops_reasoning=chat.earlier_reasoning == "Template",
     )
     setattr(tokenizer, "chat_settings", settings)  # noqa: B010 (no attribute of the class)
     return tokenizer

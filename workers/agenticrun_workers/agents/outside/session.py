@@ -3,8 +3,8 @@
 A client sends its whole conversation with every request. The longest part that ends with a recorded
 answer is replaced by the recorded tokens, and only the rest is tokenised. So no sampled text is
 tokenised again, and the answers form a tree: a conversation that is repeated or changed half-way is
-a fork, and one with a different beginning is a root. Where the run drops the reasoning of earlier
-answers (`spec.model.earlierReasoning`), the shorter conversation is such a root. Clients that name their conversations
+a fork, and one with a different beginning is a root. So is one that loses the reasoning of earlier
+answers (`spec.model.earlierReasoning: Template`). Clients that name their conversations
 (`X-Session-ID`) have a tree for each name.
 """
 
@@ -123,7 +123,6 @@ class RecordedAnswers:
             The tokens up to the start of the next answer, int32 [T], and the recorded answer that
             the conversation continues, or None.
         """
-        templates = [message.for_template for message in messages]
         key, chat, tools = _key(messages, setting), setting.chat, setting.tools
         for size in range(len(messages), 0, -1):
             before = (
@@ -133,16 +132,17 @@ class RecordedAnswers:
             )
             if before is not None:
                 tokens_T = before.sampled.generation.tokens_T
-                calls = templates[size - 1].get("tool_calls", ())
-                added_T = chat.bridge(tokens_T, templates[size:], calls=calls, tools=tools)
+                calls = messages[size - 1].for_template.get("tool_calls", ())
+                added = [message.for_template for message in messages[size:]]
+                added_T = chat.bridge(tokens_T, added, calls=calls, tools=tools)
                 continued_T = np.concatenate([before.sampled.prompt_T, tokens_T, added_T])
-                if chat.drops_reasoning(templates[size:], calls, tools):
-                    templates[size - 1] = before.conversation[-1].for_template
-                    whole_T = chat.conversation(templates, tools)
+                if chat.drops_reasoning(added, calls, tools):
+                    answered = [message.for_template for message in before.conversation]
+                    whole_T = chat.conversation([*answered, *added], tools)
                     if chat.shown(whole_T) != chat.shown(continued_T):
                         return whole_T, None
                 return continued_T, before
-        return chat.conversation(templates, tools), None
+        return chat.conversation([message.for_template for message in messages], tools), None
 
     def text_prompt(self, text: str, thread: str | None = None) -> IntArray:
         """Return the tokens of a text, int32 [T].

@@ -22,7 +22,7 @@ class ActionForm:
 
     - With `actions`, an answer is one of these words.
     - With one field to fill in, the answer is its value.
-    - With several fields, the answer is a JSON object.
+    - With several fields, the answer is a JSON object. So it is with several kinds of actions.
 
     Args:
         schema: JSON schema of the action.
@@ -40,27 +40,29 @@ class ActionForm:
         actions: Mapping[str, Any] | Sequence[Any] | None = None,
         fields: Mapping[str, Any] | None = None,
     ) -> None:
-        self._defs: Mapping[str, Any] = schema.get("$defs", {})
-        schema = self._resolved(schema)
-        own = {
-            name: self._resolved(part)
-            for name, part in schema.get("properties", {}).items()
-            if name != "metadata"
-        }
+        self._defs: Mapping[str, Any] = {**schema.get("definitions", {}), **schema.get("$defs", {})}
+        kinds = self._options(schema)
+        own: dict[str, Schema] = {}
+        for kind in kinds:
+            for name, found in kind.get("properties", {}).items():
+                part = self._resolved(found)
+                same = name not in own or own[name] == part
+                own[name] = part if same else {"anyOf": [own[name], part]}
+        own.pop("metadata", None)
         unknown = set(fields or {}) - own.keys()
         if unknown:
             raise ValueError(
                 f"actionFields: the action has no field {', '.join(sorted(unknown))} "
                 f"(it has: {', '.join(own)})"
             )
-        required = schema.get("required", ())
+        required = {name for name in own if all(name in kind.get("required", ()) for kind in kinds)}
         constants = {name: part["const"] for name, part in own.items() if "const" in part}
         self._fixed = {name: constants[name] for name in constants if name in required}
         self._fixed |= dict(fields or {})
         self._own = {name: part for name, part in own.items() if name not in self._fixed}
         self._required = [name for name in self._own if name in required]
         open_fields = self._required or [name for name in self._own if name not in constants]
-        self._single = open_fields[0] if len(open_fields) == 1 else None
+        self._single = open_fields[0] if len(open_fields) == len(kinds) == 1 else None
         self._words = None if actions is None else self._actions_of_words(actions)
 
     def parse(self, text: str) -> dict[str, Any] | Invalid:
@@ -210,7 +212,7 @@ class ActionForm:
         """Follow references, whose siblings (a default, a description) stay."""
         chain = part.get("allOf", ())
         target = chain[0] if len(chain) == 1 else part
-        name = str(target.get("$ref", "")).removeprefix("#/$defs/")
+        name = str(target.get("$ref", "")).rpartition("/")[2]
         if depth > len(self._defs) or (name not in self._defs and target is part):
             return part
         rest = {key: value for key, value in part.items() if key not in ("$ref", "allOf")}
