@@ -12,7 +12,7 @@ of 4,000 tokens (16,000 characters) into content, reasoning and calls.
 `generation_s` is the time in which the embedded engine samples all answers of the conversation, by
 a model so small (two layers of 128) that the text around it counts most. `bridge_share` is the time
 of all prompts relative to that, `render_share` that of rendering and tokenising the conversation
-anew for each turn (every eighth turn is measured).
+again for each turn (every eighth turn is measured).
 
 `--quick`: fewer repetitions, and an eighth of the turns for the shares.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,3 +111,33 @@ def test_a_tools_result_follows_the_call_as_the_template_renders_it(name: str, e
         assert (before + chat.shown(end) + chat.shown(bridged)) == before + piece.lstrip()
     else:
         assert before + chat.shown(bridged) == whole
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {},
+        {"parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+        {
+            "description": "Looks up.",
+            "parameters": {
+                "type": "object",
+                "$defs": {"Level": {"type": "integer", "enum": [1, 2]}},
+                "properties": {
+                    "level": {"$ref": "#/$defs/Level"},
+                    "maybe": {"anyOf": [{"$ref": "#/$defs/Level"}, {"type": "null"}]},
+                    "either": {"type": ["string", "null"], "default": None},
+                    "items": {"type": "array", "items": {"$ref": "#/$defs/Level"}},
+                    "any": {},
+                },
+            },
+        },
+    ],
+)
+@pytest.mark.parametrize("name", CALLS_TOOLS)
+def test_a_tool_may_have_any_schema_or_none(name: str, function: dict[str, Any]) -> None:
+    chat = ChatFormat(made(name))
+    tools = [{"type": "function", "function": {"name": "find_it", **function}}]
+    assert chat.shows_tools(tools)
+    text = chat.render([{"role": "user", "content": "Hi."}], prompt=True, tools=tools)
+    assert "find_it" in text

@@ -67,6 +67,9 @@ _TOOL: Message = {
         },
     },
 }
+_BARE_TOOL: Message = {"type": "function", "function": {"name": "probe_tool"}}
+_NOTHING: Message = {"description": "", "parameters": {"type": "object", "properties": {}}}
+"""Parts of a function that OpenAI's API does not demand, and some templates do."""
 _CALL_ID = "call00001"
 """Nine letters and digits: some templates accept no other ids."""
 
@@ -100,6 +103,8 @@ class ChatFormat:
     ) -> None:
         self._tokenizer = tokenizer
         self._args = dict(args or {})
+        self._completes_tools = False
+        """True if the template needs a description and parameters of each tool."""
         self._settings: ChatSettings = getattr(tokenizer, "chat_settings", None) or ChatSettings()
         self._added: dict[str, int] = tokenizer.get_added_vocab()
         self.template = template_text(tokenizer)
@@ -107,6 +112,7 @@ class ChatFormat:
         self._reasoning_key = next(
             (key for key in ("reasoning_content", "thinking") if key in self.template), None
         )
+        self._completes_tools = not self._renders([_USER], [_BARE_TOOL])
         self.system_role = self._has_system_role()
         """False if the instruction joins the first user message."""
         self._find_end()
@@ -363,12 +369,15 @@ class ChatFormat:
             f"the chat template of {self._settings.model or 'the tokenizer'} {problem}: {remedy}",
         )
 
-    def _has_system_role(self) -> bool:
-        system = {"role": "system", "content": _MARKER}
+    def _renders(self, messages: Sequence[Message], tools: Tools = ()) -> str:
+        """Return the text of messages, empty if the template raises."""
         try:
-            return _MARKER in self._apply([system, _USER], prompt=True)
+            return self._apply(messages, prompt=True, tools=tools)
         except Exception:  # templates raise what they like
-            return False
+            return ""
+
+    def _has_system_role(self) -> bool:
+        return _MARKER in self._renders([{"role": "system", "content": _MARKER}, _USER])
 
     def _find_end(self) -> None:
         """Find the token that ends a turn: after the last answer, or else before the next message.
@@ -507,7 +516,7 @@ class ChatFormat:
     def _apply(
         self, messages: Sequence[Message], *, prompt: bool, tools: Tools = (), **args: Any
     ) -> str:
-        shown, head = [*tools] or None, self._settings.head
+        shown, head = [self._completed(tool) for tool in tools] or None, self._settings.head
         if self._args:
             # The variables of the run are set where the template begins: these come after them.
             template = self._tokenizer.get_chat_template(tools=shown).removeprefix(head)
@@ -517,6 +526,12 @@ class ChatFormat:
             [*messages], tools=shown, tokenize=False, add_generation_prompt=prompt, **args
         )
         return text
+
+    def _completed(self, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a tool as the template reads it, which may need an empty description."""
+        if not self._completes_tools:
+            return tool
+        return {**tool, "function": {**_NOTHING, **tool["function"]}}
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with only what the template knows: roles, arguments, reasoning."""

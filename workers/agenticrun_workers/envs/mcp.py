@@ -222,7 +222,7 @@ class McpTools:
 
     async def _hidden_call(self, name: str) -> CallToolResult:
         """Call a tool that the policy does not see, with those arguments that its schema names."""
-        known = self._offered[name].parameters.get("properties", {})
+        known = self._offered[name].parameters.get("properties") or {}
         arguments = {key: value for key, value in self._arguments.items() if key in known}
         try:
             return await self._open_session().call(name, arguments)

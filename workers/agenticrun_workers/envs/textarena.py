@@ -149,7 +149,7 @@ class TextArena:
         for sender, text, kind in messages:
             if kind is not self._own_action:
                 shown.append(text)
-            elif sender != player:
+            elif sender not in (player, self._game_says):
                 shown.append(f"[Player {sender}] {text}")
         return "\n".join(shown)
 
