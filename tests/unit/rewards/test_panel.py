@@ -304,3 +304,29 @@ async def test_judges_are_closed() -> None:
     judges = [(spec(name=n), j()) for n, j in (("a", Closes), ("b", Fails), ("c", FakeJudge))]
     await JudgePanel([*judges]).close()
     assert closed == ["async", "sync"]
+
+
+async def test_closing_ends_calls_in_flight_and_those_that_wait_for_others() -> None:
+    """A call that outlives its loop would end in another run of the process."""
+
+    class Waits(FakeJudge):
+        async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
+            self.calls.append(episodes)
+            await asyncio.sleep(3600)
+            raise AssertionError("unreachable")
+
+    judge = Waits()
+    judges = panel(judge, maxBatchSize=2)
+    before = asyncio.all_tasks()
+    waiting = [
+        asyncio.create_task(judges.apply(trajectory(0.0, member=m), episode(f"answer {m}")))
+        for m in range(3)
+    ]
+    while not judge.calls:
+        await asyncio.sleep(0)
+    await judges.close()
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+    await asyncio.sleep(0.02)  # longer than the window
+    assert asyncio.all_tasks() == before
+    assert len(judge.calls) == 1

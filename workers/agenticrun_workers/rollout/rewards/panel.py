@@ -69,7 +69,12 @@ class JudgePanel:
         return any(queue.scores_tag(tag) for queue in self._queues)
 
     async def close(self) -> None:
-        """Close the judges that have something to close. Raises nothing."""
+        """End the calls in flight and close the judges that have something to close.
+
+        Raises nothing. Episodes that still wait for a score are cancelled.
+        """
+        for queue in self._queues:
+            await queue.close()
         for name, judge in ((each.spec.name, each.judge) for each in self._queues):
             outcome = attempt(getattr(judge, "close", lambda: None))
             if inspect.isawaitable(outcome.value):
@@ -171,7 +176,8 @@ class _JudgeQueue:
             self._known.popitem(last=False)
 
         def forget_failure(done: asyncio.Future[Judgement]) -> None:
-            if self._known.get(key) is done and isinstance(done.result(), JudgeFailed):
+            failed = done.cancelled() or isinstance(done.result(), JudgeFailed)
+            if failed and self._known.get(key) is done:
                 del self._known[key]
 
         pending.add_done_callback(forget_failure)
@@ -205,9 +211,22 @@ class _JudgeQueue:
             self._calls.add(call)
             call.add_done_callback(self._calls.discard)
 
+    async def close(self) -> None:
+        """Cancel all calls, those that wait for their window included."""
+        self._flush()
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
     async def _call(self, batch: list[tuple[JudgedEpisode, asyncio.Future[Judgement]]]) -> None:
-        async with self._free:
-            judgements = await self._judgements([episode for episode, _ in batch])
+        try:
+            async with self._free:
+                judgements = await self._judgements([episode for episode, _ in batch])
+        except asyncio.CancelledError:
+            for _, pending in batch:
+                pending.cancel()
+            raise
         for (_, pending), judgement in zip(batch, judgements, strict=True):
             pending.set_result(judgement)
 
