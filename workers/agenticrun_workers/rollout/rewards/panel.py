@@ -209,7 +209,15 @@ class _JudgeQueue:
         if batch:
             call = asyncio.create_task(self._call(batch), name=f"judge-{self.spec.name}")
             self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
+
+            def ended(call: asyncio.Task[None]) -> None:
+                self._calls.discard(call)
+                # Not in `_call`: a task that is cancelled before its first step never enters it.
+                if call.cancelled():
+                    for _, pending in batch:
+                        pending.cancel()
+
+            call.add_done_callback(ended)
 
     async def close(self) -> None:
         """Cancel all calls, those that wait for their window included."""
@@ -220,13 +228,8 @@ class _JudgeQueue:
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _call(self, batch: list[tuple[JudgedEpisode, asyncio.Future[Judgement]]]) -> None:
-        try:
-            async with self._free:
-                judgements = await self._judgements([episode for episode, _ in batch])
-        except asyncio.CancelledError:
-            for _, pending in batch:
-                pending.cancel()
-            raise
+        async with self._free:
+            judgements = await self._judgements([episode for episode, _ in batch])
         for (_, pending), judgement in zip(batch, judgements, strict=True):
             pending.set_result(judgement)
 
