@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from agenticrun_api import names
-from agenticrun_api.base import Model, Rule
+from agenticrun_api.base import Model
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.spec import AgenticRunSpec
 from agenticrun_api.status import AgenticRunStatus
@@ -148,7 +148,8 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
             out |= {bound: out[exclusive], exclusive: True}
     if "items" in node:
         out["x-kubernetes-list-type"] = "atomic"
-        out["items"] = _structural(node["items"], defs, _item_type(model))
+        arguments = get_args(model)
+        out["items"] = _structural(node["items"], defs, _plain(arguments[0]) if arguments else None)
     if "properties" in node:
         out |= _declared(node, defs, model)
     elif node.get("type") == "object":
@@ -182,16 +183,16 @@ def _validations(model: type) -> dict[str, Any]:
             "rule": rule.cel,
             "message": rule.message,
             "reason": rule.reason,
-            **({"messageExpression": _with_value(rule)} if rule.value_cel else {}),
+            **(
+                {"messageExpression": f"'{rule.message}: ' + {rule.value_cel}"}
+                if rule.value_cel
+                else {}
+            ),
             **({"fieldPath": rule.path} if rule.path else {}),
         }
         for rule in getattr(model, "RULES", ())
     ]
     return {"x-kubernetes-validations": rules} if rules else {}
-
-
-def _with_value(rule: Rule) -> str:
-    return f"'{rule.message}: ' + {rule.value_cel}"
 
 
 def _field_types(model: type | None) -> dict[str, type | None]:
@@ -209,11 +210,6 @@ def _plain(annotation: Any) -> Any:
     if hasattr(annotation, "__metadata__"):
         annotation = get_args(annotation)[0]
     return annotation
-
-
-def _item_type(annotation: Any) -> Any:
-    arguments = get_args(annotation)
-    return _plain(arguments[0]) if arguments else None
 
 
 def _without_nulls(default: Any) -> Any:

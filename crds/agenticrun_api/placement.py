@@ -82,7 +82,8 @@ def placement(
     selector: dict[str, Any] = {}
     tolerations: list[Any] = []
     for shared in sharing:
-        selector |= _node_selector(shared)
+        overlay = shared.overlay.spec.get("nodeSelector")
+        selector |= shared.node_selector | (overlay if isinstance(overlay, dict) else {})
         tolerations += [item for item in _tolerations(shared) if item not in tolerations]
     affinity = dict(settings.affinity)
     if bound:
@@ -93,11 +94,6 @@ def placement(
         elif architectures:
             affinity = {"nodeAffinity": _one_of(architectures)} | affinity
     return {"nodeSelector": selector, "tolerations": tolerations, "affinity": affinity}
-
-
-def _node_selector(settings: PodRole) -> dict[str, Any]:
-    overlay = settings.overlay.spec.get("nodeSelector")
-    return settings.node_selector | (overlay if isinstance(overlay, dict) else {})
 
 
 def _tolerations(settings: PodRole) -> list[Any]:
@@ -125,20 +121,19 @@ def _with_the_savers(run: AgenticRun, role: Role) -> Manifest:
     A pod that matches its own term may be the first one anywhere. If the trainer needs a special
     node, it must be the first: a head that came first could take a node without GPUs.
     """
-    follows = role is not Role.TRAINER and _needs_special_node(run.spec.roles.trainer)
+    trainer = run.spec.roles.trainer
+    given = trainer.resources
+    requested = {**given.requests, **given.limits} if given else {}
+    # Devices are extended resources, whose names have a domain: rdma/hca, nvidia.com/gpu.
+    devices = any("/" in name for name in requested)
+    special = trainer.gpus or devices or trainer.affinity or "affinity" in trainer.overlay.spec
+    follows = role is not Role.TRAINER and special
     others = {LABEL_ROLE: Role.TRAINER.value} if follows else {LABEL_SAVES: "true"}
     term = {
         "topologyKey": HOSTNAME,
         "labelSelector": {"matchLabels": {LABEL_RUN_UID: run.metadata.uid} | others},
     }
     return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
-
-
-def _needs_special_node(trainer: PodRole) -> bool:
-    given = trainer.resources
-    requested = {**given.requests, **given.limits} if given else {}
-    devices = any("/" in name for name in requested)
-    return bool(trainer.gpus or devices or trainer.affinity or "affinity" in trainer.overlay.spec)
 
 
 def _one_of(architectures: Sequence[str]) -> Manifest:

@@ -88,7 +88,10 @@ class Applier:
             KubeUnavailable: the apiserver does not answer, or not yet.
         """
         objects = ((plan.tokens,) if plan.tokens else ()) + plan.create
-        wanted = {_creation(manifest): manifest for manifest in objects}
+        wanted = {
+            f"creation of {manifest['kind']} {manifest['metadata']['name']}": manifest
+            for manifest in objects
+        }
         changes = {_change(manifest): manifest for manifest in plan.update}
         change = {_change(plan.cluster)} if plan.cluster else set()
         change |= {_workload_change(plan.workload)} if plan.workload else set()
@@ -288,10 +291,6 @@ class Applier:
             raise Denied(f"contention for a quota: {error}") from error
         except NotFound as error:  # it says nothing about the run
             raise KubeUnavailable(f"cannot create {manifest['kind']}: {error}") from error
-
-
-def _creation(manifest: Manifest) -> str:
-    return f"creation of {manifest['kind']} {manifest['metadata']['name']}"
 
 
 def _deletion(delete: Delete) -> str:

@@ -469,7 +469,16 @@ class Observer:
         that does not exist, for example, is in no field of the pod that waits for it.
         """
         if any(pod.passing for pod in pods):
-            pods = tuple(self._with_passing(pod) for pod in pods)
+            # Only here, with a clock, does it show that a problem which usually passes has not.
+            pods = tuple(
+                (
+                    pod
+                    if pod.passing is None
+                    or self._clock() < times.parse_time(pod.passing.counts_from)
+                    else replace(pod, problem=pod.problem or pod.passing.problem)
+                )
+                for pod in pods
+            )
         preparing = [pod for pod in pods if pod.preparing_since is not None]
         stuck = {pod.role: pod for pod in reversed(preparing) if self._is_stuck(pod)}
         if not stuck:
@@ -481,12 +490,6 @@ class Observer:
         return tuple(
             replace(pod, problem=found[pod.uid]) if pod.uid in found else pod for pod in pods
         )
-
-    def _with_passing(self, pod: Pod) -> Pod:
-        """Return the pod with the problem that has not passed in its time."""
-        if pod.passing is None or self._clock() < times.parse_time(pod.passing.counts_from):
-            return pod
-        return replace(pod, problem=pod.problem or pod.passing.problem)
 
     def _is_stuck(self, pod: Pod) -> bool:
         if pod.preparing_since is None or pod.problem is not None or pod.deleting:

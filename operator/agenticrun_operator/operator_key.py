@@ -71,7 +71,23 @@ async def read_or_create(store: SecretStore, namespace: str, name: str) -> Opera
     found = await store.get("Secret", namespace, name)
     if found is None:
         try:
-            await store.create(_new_secret(namespace, name))
+            key = secrets.token_urlsafe(BYTES).encode()
+            await store.create(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Secret",
+                    "type": "Opaque",
+                    "metadata": {
+                        "name": name,
+                        "namespace": namespace,
+                        "labels": {
+                            "app.kubernetes.io/name": "agenticrun",
+                            "app.kubernetes.io/managed-by": "agenticrun-operator",
+                        },
+                    },
+                    "data": {FIELD: b64encode(key).decode()},
+                }
+            )
             log.info("created Secret %s/%s with a new operator key", namespace, name)
         except errors.AlreadyExists:
             pass  # by another replica
@@ -84,21 +100,3 @@ async def read_or_create(store: SecretStore, namespace: str, name: str) -> Opera
             f"{OperatorKey.MIN_LENGTH} characters: put the former one back, or delete the Secret "
             "to get a new one (running runs then have to be built again)"
         ) from error
-
-
-def _new_secret(namespace: str, name: str) -> Manifest:
-    key = secrets.token_urlsafe(BYTES).encode()
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "type": "Opaque",
-        "metadata": {
-            "name": name,
-            "namespace": namespace,
-            "labels": {
-                "app.kubernetes.io/name": "agenticrun",
-                "app.kubernetes.io/managed-by": "agenticrun-operator",
-            },
-        },
-        "data": {FIELD: b64encode(key).decode()},
-    }

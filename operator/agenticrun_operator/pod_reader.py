@@ -481,10 +481,14 @@ def _container_problem(container: Manifest, image: str) -> Problem | None:
         detail = _one_line(ended.get("message", "")) or _one_line(ended.get("reason", ""))
         if failed := _CODE_CONTAINERS.get(container["name"]):
             return Problem(Reason.CODE_UNAVAILABLE, f"{failed}: {detail}")
+        # A process that the kernel killed for its memory has not ended on its own account.
+        killed = ended.get("reason") == "OOMKilled"
         return Problem(
             Reason.CONTAINER_CRASHED,
             f"container {container['name']} ended with exit code {ended['exitCode']}: {detail}",
-            began=_start_of_ray(container, ended),
+            began=""
+            if killed or container["name"] != names.RAY_CONTAINER
+            else ended.get("startedAt") or "",
             ended=ended.get("finishedAt") or "",
         )
     if reason and reason not in _PLAIN_WAITING:
@@ -492,14 +496,6 @@ def _container_problem(container: Manifest, image: str) -> Problem | None:
             Reason.PODS_PENDING, f"container {container['name']} waits: {message or reason}"
         )
     return None
-
-
-def _start_of_ray(container: Manifest, ended: Manifest) -> str:
-    """Return the start of a Ray process that has ended on its own account, else an empty text."""
-    killed = ended.get("reason") == "OOMKilled"
-    return (
-        "" if killed or container["name"] != names.RAY_CONTAINER else ended.get("startedAt") or ""
-    )
 
 
 def _one_line(text: str, limit: int = 400) -> str:

@@ -88,7 +88,11 @@ class Registry(Generic[T]):
                     "write module:Class for one of your own"
                 )
             module_name, _, attribute = found[0].value.partition(":")
-        return self._import(name, module_name, attribute)
+        try:
+            factory: Callable[..., T] = imported(module_name, attribute)
+        except PluginImportError as error:
+            raise self.errors.import_failed(f"{self.kind} {name!r}: {error}") from error
+        return factory
 
     def make(self, name: str, config: Mapping[str, Any], **fixed: Any) -> T:
         """Build a plug-in. The camelCase keys of its config become keyword arguments.
@@ -115,13 +119,6 @@ class Registry(Generic[T]):
             raise self.errors.bad_config(
                 f"{self.kind} {name!r} refuses its config: {error}"
             ) from error
-
-    def _import(self, name: str, module_name: str, attribute: str) -> Callable[..., T]:
-        try:
-            factory: Callable[..., T] = imported(module_name, attribute)
-        except PluginImportError as error:
-            raise self.errors.import_failed(f"{self.kind} {name!r}: {error}") from error
-        return factory
 
 
 def bound(name: str, config: Mapping[str, Any], arguments: int) -> partial[Any]:

@@ -148,7 +148,12 @@ class Folder:
         """
         if self.local_path is not None:
             path = self.local_path / name
-            _make_folders(path.parent)
+            # A new folder survives a power cut only if the folder that holds it was synced after it
+            # was made.
+            missing = [folder for folder in path.parents if not folder.exists()]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in missing:
+                _sync_folder(folder.parent)
             with path.open("wb") as raw:
                 yield (writer := ChecksumWriter(raw))
                 writer.flush()
@@ -307,13 +312,6 @@ def _advice(error: Exception) -> str | None:
     if isinstance(error, NotADirectoryError | FileExistsError):
         return "name a folder, not a file"
     return None
-
-
-def _make_folders(path: Path) -> None:
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        _sync_folder(folder.parent)
 
 
 def _sync_folder(path: Path) -> None:

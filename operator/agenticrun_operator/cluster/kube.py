@@ -561,14 +561,6 @@ def _read_answer(response: Response, request: str) -> Manifest:
     raise _error(response.status, answer, request)
 
 
-def _forbidden(message: str, *, terminating: bool) -> errors.ClusterError:
-    if terminating:
-        return errors.NamespaceGone(message)
-    # The apiserver's words for what RBAC, or another authorizer, does not allow.
-    right = re.search(r"User \S+ cannot \w+ resource", message)
-    return errors.RightMissing(message) if right else errors.Denied(message)
-
-
 _BY_STATUS: dict[int, type[errors.ClusterError]] = {
     400: errors.Refused,
     405: errors.NotServed,  # also while a CRD is being deleted
@@ -602,7 +594,11 @@ def _error(status: int, answer: Any, request: str) -> errors.ClusterError:
         return missing.get(subject.get("kind"), errors.NotFound)(message)
     if status == 403:
         causes = {cause.get("reason") for cause in subject.get("causes") or ()}
-        return _forbidden(message, terminating="NamespaceTerminating" in causes)
+        if "NamespaceTerminating" in causes:
+            return errors.NamespaceGone(message)
+        # The apiserver's words for what RBAC, or another authorizer, does not allow.
+        right = re.search(r"User \S+ cannot \w+ resource", message)
+        return errors.RightMissing(message) if right else errors.Denied(message)
     if status == 409 and details.get("reason") == "AlreadyExists":
         return errors.AlreadyExists(message)
     known = _BY_STATUS.get(status)

@@ -128,7 +128,11 @@ def token_advantages(
     """
     cu_N1 = tokens.cu_trajectories_N1
     mask_L, weights_L, metrics = _mask_and_weights(spec, tokens, reduce)
-    _require_finite(per_turn_K)
+    finite_K = np.isfinite(per_turn_K)
+    if not finite_K.all():
+        raise ValueError(
+            f"per_turn_K of turn {int(np.argmin(finite_K))} of this rank is not finite"
+        )
     advantages_L = np.empty(len(tokens.turns_L), np.float32)
     returns_L = None
     totals_N4 = np.zeros((len(tokens.trains_N), 4))
@@ -325,14 +329,6 @@ def _whiten_and_clip(
             reduce(np.array([clipped], np.float64))[0] / tokens
         )
     return metrics
-
-
-def _require_finite(per_turn_K: Floats) -> None:
-    finite_K = np.isfinite(per_turn_K)
-    if not finite_K.all():
-        raise ValueError(
-            f"per_turn_K of turn {int(np.argmin(finite_K))} of this rank is not finite"
-        )
 
 
 def _given(array: NDArray[Any] | None, name: str, user: str) -> NDArray[Any]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -363,10 +363,17 @@ def check_copy(
         copied_run.write_text(write_yaml(dict(document)))
 
         def call(*words: str, stdin: str = "") -> str:
+            # A checkout that is not installed is importable only through PYTHONPATH; an installed
+            # package is found anyway.
+            installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+            sources = dict.fromkeys(
+                str(Path(str(p.__file__)).parents[1]) for p in (agenticrun_api, agenticrun_workers)
+            )
+            ours = [folder for folder in sources if folder not in installed]
             done = subprocess.run(
                 [sys.executable, *words],
                 cwd=empty,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), *_our_sources()])},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), *ours])},
                 input=stdin,
                 capture_output=True,
                 text=True,
@@ -428,10 +435,3 @@ print(json.dumps(services))
 
 check-env cannot play a service.
 """
-
-
-def _our_sources() -> Sequence[str]:
-    """Return the folders of our own packages that are not installed."""
-    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    folders = (Path(str(p.__file__)).parents[1] for p in (agenticrun_api, agenticrun_workers))
-    return [str(folder) for folder in dict.fromkeys(folders) if str(folder) not in installed]

@@ -418,6 +418,9 @@ class ClusterSource(RunSource):
         started = status.start_time or document["metadata"]["creationTimestamp"]
         ended = _seconds_of(status.completion_time) if status.completion_time else time.time()
         message = status.message or ""
+        metadata = document["metadata"]
+        kept = {key: metadata[key] for key in ("name", "namespace", "uid") if key in metadata}
+        head = {key: document[key] for key in ("apiVersion", "kind") if key in document}
         return Reading(
             name=self._name,
             place=f"AgenticRun in namespace {document['metadata']['namespace']}",
@@ -426,10 +429,13 @@ class ClusterSource(RunSource):
             step=status.step or 0,
             max_steps=status.max_steps or document["spec"]["pipeline"]["maxSteps"],
             folder=RunFolder(folder),
-            config=RunFolder(folder).config() or without_secrets(_as_applied(document)),
+            config=RunFolder(folder).config()
+            or without_secrets({**head, "metadata": kept, "spec": document["spec"]}),
             finished=status.phase.finished,
             elapsed=ended - _seconds_of(started),
-            remaining=_remaining(status),
+            remaining=None
+            if status.estimated_completion_time is None or status.phase.finished
+            else max(0.0, _seconds_of(status.estimated_completion_time) - time.time()),
             newest={metric.name: float(metric.value) for metric in status.metrics},
             facts=_facts(status),
             missing=missing,
@@ -806,23 +812,10 @@ def _facts(status: AgenticRunStatus) -> list[tuple[str, str]]:
     ]
 
 
-def _remaining(status: AgenticRunStatus) -> float | None:
-    if status.estimated_completion_time is None or status.phase.finished:
-        return None
-    return max(0.0, _seconds_of(status.estimated_completion_time) - time.time())
-
-
 def _from_here(path: Path) -> str:
     """Return a path as one would type it in the current folder."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def _as_applied(document: Mapping[str, Any]) -> dict[str, Any]:
-    metadata = document["metadata"]
-    kept = {key: metadata[key] for key in ("name", "namespace", "uid") if key in metadata}
-    head = {key: document[key] for key in ("apiVersion", "kind") if key in document}
-    return {**head, "metadata": kept, "spec": document["spec"]}
 
 
 def _seconds_of(moment: str) -> float:

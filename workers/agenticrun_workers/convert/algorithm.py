@@ -66,7 +66,9 @@ def algorithm(top: View, notes: Notes) -> Spec:
     own = name in ("grpo", "gigpo")
     return {
         "algorithm": spec,
-        "rewardNormalization": None if own or not _normalizes(normalization) else normalization,
+        "rewardNormalization": None
+        if own or {normalization["normMeanType"], normalization["normStdType"]} == {"none"}
+        else normalization,
     }
 
 
@@ -204,10 +206,6 @@ def _grpo(top: View, grouping: str, types: Spec, notes: Notes) -> str:
         "which is what ROLL computes under this name",
     )
     return "reinforce"
-
-
-def _normalizes(normalization: Spec) -> bool:
-    return {normalization["normMeanType"], normalization["normStdType"]} != {"none"}
 
 
 def _token_kl(top: View, name: str, penalty: Spec | None, notes: Notes) -> None:

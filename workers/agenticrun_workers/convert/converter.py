@@ -323,7 +323,11 @@ def _pipeline(top: View, train: Spec, notes: Notes) -> Spec:
         "envs": environments(top, notes),
         "trainEnvs": train,
         **_batches(top, notes),
-        "weightSync": _weight_sync(top),
+        "weightSync": (
+            None
+            if "model_update_buffer_size_mb" not in top
+            else {"bucketBytes": min(top["model_update_buffer_size_mb"] * 2**20, MAX_BUCKET)}
+        ),
         "actorTrain": actor_train(top, notes),
         "actorInfer": actor_infer(top, corrects=corrects is not None, notes=notes),
         "critic": critic(top),
@@ -429,12 +433,6 @@ def _record(top: View, notes: Notes) -> Spec | None:
     return {"to": folder}
 
 
-def _weight_sync(top: View) -> Spec | None:
-    if "model_update_buffer_size_mb" not in top:
-        return None
-    return {"bucketBytes": min(top["model_update_buffer_size_mb"] * 2**20, MAX_BUCKET)}
-
-
 def _judge(top: View, notes: Notes) -> None:
     """Report a judge model, which ROLL starts if it has devices."""
     given = top["reward"]
@@ -486,18 +484,15 @@ def _checkpoint(top: View, pods: Spec, notes: Notes) -> Spec:
         given,
         f"pods cannot access the launcher's folder: {CLAIM} on a volume claim of {size}",
     )
-    mode = {"accessMode": "ReadWriteMany"} if _need_several_nodes(pods) else {}
-    return {"uri": CLAIM, "volumeClaim": {"size": size} | mode, "keep": keep}
-
-
-def _need_several_nodes(pods: Spec) -> bool:
-    """Return True if a claim that only one node can mount is refused for these roles."""
+    # A claim that only one node can mount is refused for trainers on several pods, and for a
+    # reference or critic on GPUs of its own.
     own = (pods.get(role) for role in ("reference", "critic"))
     trainer = pods.get("trainer", {})
-    return bool(
-        (trainer.get("gpus") and trainer.get("replicas", 1) > 1)
-        or any(pod and pod.get("gpus") for pod in own)
+    several_nodes = (trainer.get("gpus") and trainer.get("replicas", 1) > 1) or any(
+        pod and pod.get("gpus") for pod in own
     )
+    mode = {"accessMode": "ReadWriteMany"} if several_nodes else {}
+    return {"uri": CLAIM, "volumeClaim": {"size": size} | mode, "keep": keep}
 
 
 LEAST_CLAIM_GIB = 100

@@ -118,7 +118,14 @@ def environments(top: View, notes: Notes) -> list[Spec]:
     described = top.sections("custom_envs")
     for tag, env in described.items():
         if tag in played:
-            entries.append(_environment(tag, env, _max_new_tokens(top), notes))
+            entries.append(
+                _environment(
+                    tag,
+                    env,
+                    int(top.section(sampler(top)).section("generating_args")["max_new_tokens"]),
+                    notes,
+                )
+            )
         else:
             notes.dropped(f"custom_envs.{tag}", "", "no env manager plays it: left out")
     for tag in sorted(played - described.keys()):
@@ -141,10 +148,6 @@ def is_step_wise(top: View) -> bool:
 
 def _class_of(path: Any) -> str:
     return str(path or "TrajEnvManager").rsplit(".", 1)[-1]
-
-
-def _max_new_tokens(top: View) -> int:
-    return int(top.section(sampler(top)).section("generating_args")["max_new_tokens"])
 
 
 def _environment(tag: str, env: View, max_new_tokens: int, notes: Notes) -> Spec:
@@ -319,7 +322,16 @@ def _agent(env: View, step_wise: bool, game: Game, path: str, notes: Notes) -> S
     # ROLL formats the other templates, and leaves this one as it is.
     system = _literal(env["agent_system_template"] or "")
     config: Spec = {"systemTemplate": system}
-    _tell_unfilled(env, path, notes)
+    names = _PLACEHOLDER.findall(env["agent_system_template"] or "")
+    known = [name for name in dict.fromkeys(names) if name in PLACEHOLDERS or name == "suffix"]
+    if known:
+        these = ", ".join(f"{{{name}}}" for name in known)
+        notes.changed(
+            f"{path}.agent_system_template",
+            these,
+            f"ROLL fills no placeholders in the system message: the model reads {these} as it is, "
+            "there and here. Write the text itself into agent.config.systemTemplate",
+        )
     if step_wise:
         config["historyLength"] = env["history_length"]
         if not game.foreign:
@@ -343,19 +355,6 @@ def _agent(env: View, step_wise: bool, game: Game, path: str, notes: Notes) -> S
         )
     pattern = env.section("env_config").given.get("action_pattern") or game.pattern
     return config | ({"actionPattern": pattern} if pattern else {})
-
-
-def _tell_unfilled(env: View, path: str, notes: Notes) -> None:
-    names = _PLACEHOLDER.findall(env["agent_system_template"] or "")
-    known = [name for name in dict.fromkeys(names) if name in PLACEHOLDERS or name == "suffix"]
-    if known:
-        these = ", ".join(f"{{{name}}}" for name in known)
-        notes.changed(
-            f"{path}.agent_system_template",
-            these,
-            f"ROLL fills no placeholders in the system message: the model reads {these} as it is, "
-            "there and here. Write the text itself into agent.config.systemTemplate",
-        )
 
 
 def _literal(text: str) -> str:

@@ -58,16 +58,18 @@ def model(top: View, notes: Notes) -> Spec:
             "a model of several modalities, which is not offered yet: write a text model into "
             "spec.model.path, such as Qwen/Qwen3-4B",
         )
-    return {"path": path, "dtype": _dtype(top), "attnImplementation": _attention(top)}
+    given = top.section("actor_train").section("model_args")["attn_implementation"]
+    return {
+        "path": path,
+        "dtype": _dtype(top),
+        "attnImplementation": (
+            "eager" if given == "eager" and trainer(top) != "megatron" else None
+        ),
+    }
 
 
 def _dtype(top: View) -> str:
     return DTYPES.get(top.section("actor_train").section("model_args")["dtype"], "bfloat16")
-
-
-def _attention(top: View) -> str | None:
-    given = top.section("actor_train").section("model_args")["attn_implementation"]
-    return "eager" if given == "eager" and trainer(top) != "megatron" else None
 
 
 def actor_train(top: View, notes: Notes) -> Spec:

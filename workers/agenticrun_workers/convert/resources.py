@@ -36,18 +36,17 @@ def parameters(path: str | None) -> float | None:
     """
     if not path:
         return None
-    stored = _stored_bytes(Path(path))
+    folder = Path(path)
+    index = folder / "model.safetensors.index.json"
+    stored = (
+        int(json.loads(index.read_text())["metadata"]["total_size"])
+        if index.is_file()
+        else sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    )
     if stored:
         return stored / 2  # bfloat16, as models are published
     named = _SIZE.search(path.rstrip("/").rsplit("/", 1)[-1])
     return None if named is None else float(named[1]) * (1e9 if named[2] in "Bb" else 1e6)
-
-
-def _stored_bytes(folder: Path) -> int:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return int(json.loads(index.read_text())["metadata"]["total_size"])
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 @dataclass(frozen=True, slots=True)

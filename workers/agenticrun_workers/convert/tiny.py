@@ -31,7 +31,16 @@ def tiny(document: dict[str, Any]) -> dict[str, Any]:
     spec.pop("placement", None)
     pipeline = spec["pipeline"]
     pipeline["maxSteps"] = 1
-    _fewer_episodes(pipeline)
+    # One group of each tag, or two if a group is a single episode.
+    train, val = pipeline["trainEnvs"], pipeline.get("valEnvs")
+    for part in filter(None, (train, val)):
+        part["groups"] = len(part["tags"])
+        part.pop("partition", None)
+    size = train.get("groupSize", 1)
+    train["groups"] *= 2 if size == 1 else 1
+    pipeline["rolloutBatchSize"] = train["groups"] * size
+    if val:
+        pipeline["valBatchSize"] = val["groups"] * val.get("groupSize", 1)
     pipeline["actorTrain"].pop("strategy", None)
     pipeline["actorTrain"]["training"].pop("miniBatchSize", None)
     pipeline["actorInfer"].pop("strategy", None)
@@ -43,16 +52,3 @@ def tiny(document: dict[str, Any]) -> dict[str, Any]:
         env["maxSteps"] = min(env["maxSteps"], TURNS)
         env["maxTokensPerStep"] = min(env["maxTokensPerStep"], ANSWER_TOKENS)
     return document
-
-
-def _fewer_episodes(pipeline: dict[str, Any]) -> None:
-    """Leave one group of each tag, or two if a group is a single episode."""
-    train, val = pipeline["trainEnvs"], pipeline.get("valEnvs")
-    for part in filter(None, (train, val)):
-        part["groups"] = len(part["tags"])
-        part.pop("partition", None)
-    size = train.get("groupSize", 1)
-    train["groups"] *= 2 if size == 1 else 1
-    pipeline["rolloutBatchSize"] = train["groups"] * size
-    if val:
-        pipeline["valBatchSize"] = val["groups"] * val.get("groupSize", 1)

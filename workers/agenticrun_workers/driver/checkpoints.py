@@ -236,7 +236,24 @@ class CheckpointStore:
             case "Never":
                 return []
             case "FromPreviousRun":
-                return self._steps_of_previous_runs()
+                own = _RUN_FOLDER.fullmatch(self._base.name)
+                if own is None:
+                    return []
+                found = []
+                for name in self._base.parent.folders():
+                    other = _RUN_FOLDER.fullmatch(name)
+                    if other is None or other["run"] != own["run"] or name == self._base.name:
+                        continue
+                    for folder in steps_in(self._base.parent / name):
+                        try:
+                            manifest = read_manifest(folder)
+                        except DamagedFile:
+                            found.append(("", 0, folder))  # loading it reports what is wrong
+                        else:
+                            found += [(manifest.time, manifest.step, folder)] if manifest else []
+                # Time decides and not the step, because a run that started over has lower steps.
+                found.sort(key=lambda item: item[:2], reverse=True)
+                return [folder for *_, folder in found]
         return [_folder(source, "spec.checkpoint.resume")]
 
     async def _load_first(
@@ -310,28 +327,6 @@ class CheckpointStore:
     def _steps(self) -> list[Folder]:
         """Return the folders of steps, newest first; some may be half-written."""
         return steps_in(self._base)
-
-    def _steps_of_previous_runs(self) -> list[Folder]:
-        """Return the published checkpoints of earlier runs of this name, the last saved first.
-
-        Time decides and not the step, because a run that started over has lower steps.
-        """
-        own = _RUN_FOLDER.fullmatch(self._base.name)
-        if own is None:
-            return []
-        found = []
-        for name in self._base.parent.folders():
-            other = _RUN_FOLDER.fullmatch(name)
-            if other is None or other["run"] != own["run"] or name == self._base.name:
-                continue
-            for folder in steps_in(self._base.parent / name):
-                try:
-                    manifest = read_manifest(folder)
-                except DamagedFile:
-                    found.append(("", 0, folder))  # loading it reports what is wrong
-                else:
-                    found += [(manifest.time, manifest.step, folder)] if manifest else []
-        return [folder for *_, folder in sorted(found, key=lambda item: item[:2], reverse=True)]
 
     def _complete(self, folder: Folder) -> Manifest | None:
         """Return the manifest of a complete checkpoint of this run, else None."""

@@ -117,7 +117,15 @@ class GuardWatch:
             self._unmeasured[guard.name] = 0
             name, value = measured
             self._streaks[guard.name] = self._streaks[guard.name] + 1 if guard.holds(value) else 0
-            self._reasons[guard.name] = self._reason(guard, name, value)
+            side = "above" if guard.upper else "below"
+            steps = (
+                f"{self._streaks[guard.name]} step{'s' if self._streaks[guard.name] > 1 else ''}"
+            )
+            field = f"spec.pipeline.guards.{guard.field}"
+            self._reasons[guard.name] = (
+                f"guard {guard.name}: {name} is {value:.4g}, {side} {field} {guard.bound:g} "
+                f"for {steps}: {guard.advice}"
+            )
             if guard.name in self.up and guard.name not in before:
                 messages.append(self._reasons[guard.name])
             if guard.name in before and guard.name not in self.up:
@@ -140,15 +148,6 @@ class GuardWatch:
                     for name in self.up
                 )
             )
-
-    def _reason(self, guard: Guard, name: str, value: float) -> str:
-        side = "above" if guard.upper else "below"
-        steps = f"{self._streaks[guard.name]} step{'s' if self._streaks[guard.name] > 1 else ''}"
-        field = f"spec.pipeline.guards.{guard.field}"
-        return (
-            f"guard {guard.name}: {name} is {value:.4g}, {side} {field} {guard.bound:g} "
-            f"for {steps}: {guard.advice}"
-        )
 
 
 def guards_of(spec: Guards) -> tuple[Guard, ...]:

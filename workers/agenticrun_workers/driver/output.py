@@ -60,7 +60,15 @@ class OutputCopy:
             if path.exists() and not self.fetched:
                 raise OSError(f"{name} is here and there, and an earlier attempt did not fetch it")
             if not path.exists():
-                self._download(name, path)
+                # Downloaded beside its place and renamed: a download that breaks off leaves no half
+                # file that looks whole.
+                path.parent.mkdir(parents=True, exist_ok=True)
+                aside = path.with_name(path.name + ".part")
+                try:
+                    self._target.download(name, aside)
+                    aside.replace(path)
+                finally:
+                    aside.unlink(missing_ok=True)
         self._output.mkdir(parents=True, exist_ok=True)
         (self._output / FETCHED).touch()
 
@@ -68,15 +76,6 @@ class OutputCopy:
     def fetched(self) -> bool:
         """True if this folder has what earlier attempts left."""
         return (self._output / FETCHED).exists()
-
-    def _download(self, name: str, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(path.name + ".part")
-        try:
-            self._target.download(name, aside)
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
 
     def copy(self) -> None:
         """Copy the files that have changed since they were copied last."""

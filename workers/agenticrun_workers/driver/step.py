@@ -99,17 +99,6 @@ class TrainingStep:
             for code, moments in self._running.items()
         }
 
-    def _running_metrics(self) -> Metrics:
-        metrics: Metrics = {}
-        for tag, moments in self.reward_moments.items():
-            found = Moments(*moments)
-            metrics |= (
-                {f"critic/running_mean/{tag}": found.mean, f"critic/running_std/{tag}": found.std}
-                if tag
-                else {"critic/running_mean": found.mean, "critic/running_std": found.std}
-            )
-        return metrics
-
     async def train(self, groups: tuple[Group, ...], version: int) -> Metrics:
         """Train on these groups.
 
@@ -142,7 +131,15 @@ class TrainingStep:
         """Return the credit of each turn, and keep the moments of the scores."""
         credits = credit_turns(self._pipeline, results, kl, self._kl.coef, self._running)
         self._running = dict(credits.running)
-        return replace(credits, metrics={**credits.metrics, **self._running_metrics()})
+        metrics: Metrics = {}
+        for tag, moments in self.reward_moments.items():
+            found = Moments(*moments)
+            metrics |= (
+                {f"critic/running_mean/{tag}": found.mean, f"critic/running_std/{tag}": found.std}
+                if tag
+                else {"critic/running_mean": found.mean, "critic/running_std": found.std}
+            )
+        return replace(credits, metrics={**credits.metrics, **metrics})
 
     def _adapt_kl(
         self, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None

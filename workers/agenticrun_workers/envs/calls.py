@@ -383,7 +383,20 @@ def checked_step(answer: object) -> StepResult:
     _text(result.observation, "step returned an observation of")
     if not isinstance(result.info, Mapping):
         raise _fault(f"step returned an info of {type(result.info).__name__}, not a mapping")
-    _check_metrics(result.metrics, result.modes)
+    for part, name in ((result.metrics, "metrics"), (result.modes, "modes of metrics")):
+        if not isinstance(part, Mapping) or not all(isinstance(key, str) for key in part):
+            raise _fault(f"step returned {name} that are not a mapping from names")
+    assert isinstance(result.metrics, Mapping)
+    assert isinstance(result.modes, Mapping)
+    check_metric_names(result.metrics)
+    for name, value in result.metrics.items():
+        number(value, f"step returned the metric {name} =")
+    for name, mode in result.modes.items():
+        if mode not in MODES:
+            raise _fault(
+                f"step returned the mode {mode!r} of the metric {name}; known are "
+                f"{', '.join(sorted(MODES))}"
+            )
     return replace(
         result,
         reward=number(result.reward, "step returned the reward"),
@@ -480,23 +493,6 @@ def check_metric_names(metrics: Iterable[str]) -> None:
         if name in RESERVED_METRICS or name.startswith(RESERVED_FAMILIES):
             known = ", ".join([*RESERVED_METRICS, *(f"{family}*" for family in RESERVED_FAMILIES)])
             raise _fault(f"the metric {name!r} has a reserved name ({known}): rename it")
-
-
-def _check_metrics(metrics: object, modes: object) -> None:
-    for part, name in ((metrics, "metrics"), (modes, "modes of metrics")):
-        if not isinstance(part, Mapping) or not all(isinstance(key, str) for key in part):
-            raise _fault(f"step returned {name} that are not a mapping from names")
-    assert isinstance(metrics, Mapping)
-    assert isinstance(modes, Mapping)
-    check_metric_names(metrics)
-    for name, value in metrics.items():
-        number(value, f"step returned the metric {name} =")
-    for name, mode in modes.items():
-        if mode not in MODES:
-            raise _fault(
-                f"step returned the mode {mode!r} of the metric {name}; known are "
-                f"{', '.join(sorted(MODES))}"
-            )
 
 
 def _fault(message: str) -> EnvFault:

@@ -81,13 +81,12 @@ class LoopWatch:
             missed = missed + 1 if self._beats == seen and self._loop.is_running() else 0
             seen = self._beats
             if missed and missed % self._ticks == 0:
-                self._interrupt()
-
-    def _interrupt(self) -> None:
-        place = users_place(sys._current_frames().get(self._thread))
-        if place:
-            log.warning("%s: %s", place, ADVICE)
-            calls.raise_in(self._thread, EventLoopBlocked)
+                # Only code of the user is interrupted: ours, or a library, may be slow for a
+                # moment.
+                place = users_place(sys._current_frames().get(self._thread))
+                if place:
+                    log.warning("%s: %s", place, ADVICE)
+                    calls.raise_in(self._thread, EventLoopBlocked)
 
 
 def users_place(frame: FrameType | None) -> str:

@@ -138,7 +138,18 @@ class McpTools:
     async def reset(self, seed: int, split: Stream) -> tuple[str, dict[str, Any]]:
         """Connect, unless a session is kept, and begin the episode. Raises `EnvFault`."""
         if self._session is None or self._session.ended:
-            self._learn(await (await self._connected()).tools())
+            # A server that was started again may offer other tools.
+            offered = await (await self._connected()).tools()
+            self._offered = {tool.name: tool for tool in offered}
+            hidden = [tool for tool in (self._start_tool, self._reward_tool) if tool]
+            names = self._wanted or [name for name in self._offered if name not in hidden]
+            missing = [name for name in (*names, *hidden) if name not in self._offered]
+            if missing:
+                raise _fault(
+                    f"the MCP server has no tool {', '.join(missing)} (it has: "
+                    f"{', '.join(self._offered) or 'none'})"
+                )
+            self._tools = ToolBox(self._offered[name] for name in names)
         levels = VALIDATION_SEEDS if split is Stream.VALIDATION else 0
         self._arguments = {
             **self._item,
@@ -179,19 +190,6 @@ class McpTools:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
-
-    def _learn(self, offered: Sequence[Tool]) -> None:
-        """Take note of the server's tools. Raises `EnvFault` if one of the config is missing."""
-        self._offered = {tool.name: tool for tool in offered}
-        hidden = [tool for tool in (self._start_tool, self._reward_tool) if tool]
-        names = self._wanted or [name for name in self._offered if name not in hidden]
-        missing = [name for name in (*names, *hidden) if name not in self._offered]
-        if missing:
-            raise _fault(
-                f"the MCP server has no tool {', '.join(missing)} (it has: "
-                f"{', '.join(self._offered) or 'none'})"
-            )
-        self._tools = ToolBox(self._offered[name] for name in names)
 
     def _shown(self, began: str) -> str:
         """Return the first observation."""

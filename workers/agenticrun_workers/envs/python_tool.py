@@ -25,7 +25,6 @@ from agenticrun_workers.envs.grid import in_holdout
 from agenticrun_workers.plugins import compile_pattern, last_group
 from agenticrun_workers.sandbox import (
     Limits,
-    Outcome,
     SandboxMode,
     SandboxUnavailable,
     describe,
@@ -134,7 +133,13 @@ class PythonTool:
             return StepResult("", float(right), True, metrics=_metrics(success=right))
         if isinstance(asked, Call):
             outcome = run_python(asked.code, self._limits, self._mode)
-            self._result = shortened(self._result_text(outcome), self._result_characters)
+            texts = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
+            if outcome.end in ENDS:
+                why = ENDS[outcome.end].format(seconds=self._limits.seconds)
+                texts.append(f"The code was stopped: {why}.")
+            self._result = shortened(
+                "\n".join(filter(None, texts)) or "(no output)", self._result_characters
+            )
             metrics = _metrics(calls=1, errors=outcome.end != "finished")
             return StepResult(self._result, 0.0, False, metrics=metrics, info={"outcome": outcome})
         bad = isinstance(asked, BadCall)
@@ -178,14 +183,6 @@ class PythonTool:
             *(f" {sign} " for sign in OPERATIONS),
             *numbers,
         ]
-
-    def _result_text(self, outcome: Outcome) -> str:
-        texts = [outcome.stdout.rstrip(), outcome.stderr.rstrip()]
-        if outcome.end in ENDS:
-            texts.append(
-                f"The code was stopped: {ENDS[outcome.end].format(seconds=self._limits.seconds)}."
-            )
-        return "\n".join(filter(None, texts)) or "(no output)"
 
 
 @cache

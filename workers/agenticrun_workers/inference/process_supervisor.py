@@ -124,7 +124,9 @@ def _kill_descendants() -> None:
     while processes := psutil.Process().children(recursive=True):
         for process in processes:
             with contextlib.suppress(psutil.Error):
-                if time.monotonic() > deadline or not _is_resource_tracker(process):
+                if time.monotonic() > deadline or not any(
+                    "multiprocessing.resource_tracker" in word for word in process.cmdline()
+                ):
                     process.kill()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
@@ -196,10 +198,6 @@ def _opened_by(processes: Iterable[psutil.Process]) -> set[str]:
 
 def _names(paths: Iterable[str]) -> set[str]:
     return {os.path.basename(path) for path in paths if os.path.dirname(path) == SHARED_MEMORY}
-
-
-def _is_resource_tracker(process: psutil.Process) -> bool:
-    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 if __name__ == "__main__":

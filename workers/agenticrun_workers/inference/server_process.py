@@ -576,20 +576,17 @@ def command_line(
     options = dict(defaults or {})
     for key, value in config.items():
         name = key.replace("-", "_").strip("_")
-        _refuse_owned(name, owned)
+        # argparse accepts any prefix of an option, so abbreviations are refused too.
+        if name in owned:
+            raise ValueError(f"{FIELD}.{name} cannot be set: {owned[name]} decides it")
+        for option, decides in owned.items():
+            if option.startswith(name):
+                raise ValueError(
+                    f"{FIELD}.{name} is short for {option}, which cannot be set: "
+                    f"{decides} decides it"
+                )
         options[name] = value
     return [word for name, value in options.items() for word in _words(name, value, negatable)]
-
-
-def _refuse_owned(name: str, owned: Mapping[str, str]) -> None:
-    """Refuse abbreviations too: argparse accepts any prefix of an option."""
-    if name in owned:
-        raise ValueError(f"{FIELD}.{name} cannot be set: {owned[name]} decides it")
-    for option, decides in owned.items():
-        if option.startswith(name):
-            raise ValueError(
-                f"{FIELD}.{name} is short for {option}, which cannot be set: {decides} decides it"
-            )
 
 
 def _words(name: str, value: Any, negatable: bool) -> list[str]:

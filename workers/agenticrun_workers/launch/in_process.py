@@ -74,9 +74,14 @@ class InProcessLauncher(Launcher):
         taken = {gpu for each in self._actors for gpu in each.node.gpus}
         free = (gpu for gpu in map(str, count()) if gpu not in taken)
         node = replace(NODE, gpus=tuple(islice(free, options.gpus)))
+        # As in Ray: one coroutine method makes an actor async, with another default concurrency.
+        is_async = any(
+            inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
+            for _, member in inspect.getmembers(cls)
+        )
         actor: _Actor = (
             _AsyncActor(make, name, node, options.max_concurrency or ASYNC_CALLS)
-            if _is_async(cls)
+            if is_async
             else _SyncActor(make, name, node, options.max_concurrency or 1)
         )
         self._actors.append(actor)
@@ -452,13 +457,6 @@ async def _cancel(tasks: Collection[asyncio.Task[Any] | None]) -> None:
         task.cancel()
     if ended:
         await asyncio.wait(ended, timeout=END_SECONDS)
-
-
-def _is_async(cls: object) -> bool:
-    return any(
-        inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
-        for _, member in inspect.getmembers(cls)
-    )
 
 
 def _value(argument: Any) -> Any:

@@ -202,7 +202,12 @@ def draw(view: RunView) -> RenderableType:
     """Draw a run for a terminal: a table, curves, and the end of the newest sample."""
     rows = Table.grid(padding=(0, 2))
     rows.add_row("phase", Text(f"{view.phase}  {view.message}".rstrip()))
-    rows.add_row("step", _bar(view.step, view.max_steps))
+    row = Table.grid(padding=(0, 1))
+    row.add_row(
+        ProgressBar(total=view.max_steps, completed=view.step, width=40),
+        f"{view.step}/{view.max_steps}",
+    )
+    rows.add_row("step", row)
     times = {"elapsed": view.elapsed, "remaining": view.remaining}
     known = [f"{duration(value)} {name}" for name, value in times.items() if value is not None]
     if known:
@@ -316,15 +321,6 @@ def _times(shares: Mapping[str, tuple[float, float]]) -> list[tuple[str, str]]:
         for name, (seconds, share) in shares.items()
         if share >= 0.005
     ]
-
-
-def _bar(step: int, max_steps: int) -> RenderableType:
-    row = Table.grid(padding=(0, 1))
-    row.add_row(
-        ProgressBar(total=max_steps, completed=step, width=40),
-        f"{step}/{max_steps}",
-    )
-    return row
 
 
 class ConsoleTracker:

@@ -222,7 +222,12 @@ class Group:
                     self._aborted.update(self._running)
                 await self._changed.wait()
                 self._changed.clear()
-                self._take_ended()
+                ended, self._ended = self._ended, []
+                for episode in ended:
+                    result = episode.result()
+                    del self._running[episode]
+                    self._take(result, stopped=episode in self._aborted)
+                    self._aborted.discard(episode)
         finally:
             await self._cancel()
         self._finish()
@@ -258,14 +263,6 @@ class Group:
     def _note_end(self, episode: _Episode) -> None:
         self._ended.append(episode)
         self._changed.set()
-
-    def _take_ended(self) -> None:
-        ended, self._ended = self._ended, []
-        for episode in ended:
-            result = episode.result()
-            del self._running[episode]
-            self._take(result, stopped=episode in self._aborted)
-            self._aborted.discard(episode)
 
     def _take(self, result: EpisodeResult, *, stopped: bool) -> None:
         """Sort a finished episode. `stopped`: the group no longer needed it."""
@@ -327,7 +324,13 @@ class Group:
             self.surplus += kept
         else:
             self.results = tuple(sorted(kept, key=lambda result: result.key))
-            self.length_bias = _length_bias(kept, self._unneeded)
+            # Redundant members that were stopped are mostly the long ones, so they count, with the
+            # tokens that they had sampled.
+            self.length_bias = (
+                0.0
+                if not self._unneeded
+                else _mean_tokens(kept) - _mean_tokens([*kept, *self._unneeded])
+            )
 
 
 @dataclass(frozen=True)
@@ -780,16 +783,6 @@ class RolloutController:
 def _trainable(episodes: Iterable[EpisodeResult]) -> list[EpisodeResult]:
     """Return all trainable trajectories of these episodes, in order."""
     return [result for result in every_trajectory(episodes) if result.trainable]
-
-
-def _length_bias(kept: list[EpisodeResult], others: list[EpisodeResult]) -> float:
-    """Return the mean sampled tokens of the kept members minus the mean of all members.
-
-    Stopped members count with the tokens that they had sampled.
-    """
-    if not others:
-        return 0.0
-    return _mean_tokens(kept) - _mean_tokens([*kept, *others])
 
 
 def _mean_tokens(results: Iterable[EpisodeResult]) -> float:

@@ -263,7 +263,13 @@ def read_json(paths: Sequence[str]) -> TextRows:
     files = [_File(path, _buffer(path)) for path in paths]
     for file in files:
         if file_kind(file.path) == ".json" and not _has_json_lines(file):
-            file.buffer, file.unit = _as_json_lines(file), "item"
+            try:
+                content = json.loads("".join(file.lines()))
+            except (ValueError, RecursionError) as error:
+                raise BadFile(f"{file.path} cannot be read: JSON parse error: {error}") from error
+            rows = content if isinstance(content, list) else [content]
+            file.buffer = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            file.unit = "item"
         lines = file.lines()
         for line in lines:
             if line.strip():
@@ -321,15 +327,6 @@ def _has_json_lines(file: _File) -> bool:
         return isinstance(json.loads(first), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _as_json_lines(file: _File) -> bytes:
-    try:
-        content = json.loads("".join(file.lines()))
-    except (ValueError, RecursionError) as error:
-        raise BadFile(f"{file.path} cannot be read: JSON parse error: {error}") from error
-    rows = content if isinstance(content, list) else [content]
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def _checked_object(line: str, file: _File, number: int) -> Values:

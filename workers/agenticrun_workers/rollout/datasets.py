@@ -62,7 +62,18 @@ class Dataset:
         self._train = (splits[spec.split], train)
         self._validation = (splits[spec.val_split or spec.split], validation)
         for split in (self._train[0], self._validation[0]):
-            _check_columns(spec, split.column_names, field)
+            names = split.column_names
+            for new, old in spec.columns.items():
+                if old not in names:
+                    raise InvalidConfig(
+                        f"{field}.columns.{new}",
+                        f"{spec.path} has no column {old!r}; it has {', '.join(names)}",
+                    )
+                if new in names and new not in spec.columns.values():
+                    raise InvalidConfig(
+                        f"{field}.columns.{new}",
+                        f"{spec.path} has a column {new!r} of its own: rename that one too",
+                    )
         self.columns = {
             *spec.columns,
             *(set(self._train[0].column_names) - set(spec.columns.values())),
@@ -164,20 +175,6 @@ def hold_out(rows: RowNumbers, share: float, field: str) -> tuple[RowNumbers, Ro
         True
     )
     return rows[~held], rows[held]
-
-
-def _check_columns(spec: DatasetSpec, names: list[str], field: str) -> None:
-    for new, old in spec.columns.items():
-        if old not in names:
-            raise InvalidConfig(
-                f"{field}.columns.{new}",
-                f"{spec.path} has no column {old!r}; it has {', '.join(names)}",
-            )
-        if new in names and new not in spec.columns.values():
-            raise InvalidConfig(
-                f"{field}.columns.{new}",
-                f"{spec.path} has a column {new!r} of its own: rename that one too",
-            )
 
 
 WARMUP_FIELD = "spec.pipeline.warmup.dataset"

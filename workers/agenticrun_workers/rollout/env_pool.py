@@ -420,7 +420,15 @@ class EnvPool(TrainingBackend):
             RolloutFailed: too many workers died in a row.
         """
         death = await self._collect_until_death(worker)
-        self._remove_dead(worker, death)
+        self._remove(worker)
+        tags = {opened.task.tag for opened in worker.tasks}
+        log.warning(
+            "an env worker is gone (%s): its %d groups of %s are played again",
+            _first_line(death),
+            len(worker.open),
+            _listed(tags) or "no environment",
+        )
+        self._count_death(death, tags)
         await self._hand_over(worker, death)
         self._settle()
         self._on_change()
@@ -539,22 +547,6 @@ class EnvPool(TrainingBackend):
                 return death
             for result in collected:
                 self._deliver(worker, result)
-
-    def _remove_dead(self, worker: _Worker, death: ActorDied) -> None:
-        """Remove a dead worker.
-
-        Raises:
-            RolloutFailed: too many workers died in a row.
-        """
-        self._remove(worker)
-        tags = {opened.task.tag for opened in worker.tasks}
-        log.warning(
-            "an env worker is gone (%s): its %d groups of %s are played again",
-            _first_line(death),
-            len(worker.open),
-            _listed(tags) or "no environment",
-        )
-        self._count_death(death, tags)
 
     def _count_death(self, death: ActorDied, tags: Iterable[str] = ()) -> None:
         self._deaths += 1

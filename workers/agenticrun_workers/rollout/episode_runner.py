@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from agenticrun_api import Pipeline
 from agenticrun_api.environments import EnvSpec
-from agenticrun_workers.agents import Agent, ChatFormat, Episode, Generate, random_valid_policy
+from agenticrun_workers.agents import Agent, ChatFormat, Episode, random_valid_policy
 from agenticrun_workers.envs import Closes, Env, EnvCalls, EnvFault, Renders, make_env
 from agenticrun_workers.envs.calls import CLOSE_SECONDS, check_metric_names, one_line
 from agenticrun_workers.envs.isolated import IsolatedEnv, Isolation
@@ -185,9 +185,25 @@ class EpisodeRunner:
                 else self._client.generate
             )
             agent = self._agents[task.tag, key.stream]
-            made = await agent.collect_trajectory(
-                episode, self._recorded(env, running), self._ranked(generate, running)
-            )
+            groups = self._pipeline.groups_per_batch
+            partial = self._pipeline.staleness.partial_rollout
+
+            async def ranked(request: GenerationRequest) -> Generation:
+                if partial and running.asked_version is None:
+                    running.asked_version = self.bounds.newest
+                priority = request_priority(running.task, groups, len(running.answers))
+                with span("generate"):
+                    generation = await generate(replace(request, priority=priority))
+                # Before the episode may be stopped as stale: its tokens count, too.
+                running.answers.append(generation)
+                # A response that starts again with new weights (`partialRollout: false`) has no
+                # tokens of the version that it was requested with.
+                if len(generation.versions_T):
+                    self.raise_bounds(VersionBounds(newest=int(generation.versions_T.max())))
+                running.stop_if_older(self.bounds.oldest)
+                return generation
+
+            made = await agent.collect_trajectory(episode, self._recorded(env, running), ranked)
             trajectories = _numbered(key, made)
             whole = all(trajectory.stop_reason.trainable for trajectory in trajectories)
             return trajectories
@@ -197,29 +213,6 @@ class EpisodeRunner:
                 self.envs.release(task.tag, env)
             else:
                 self.envs.discard(task.tag, env)
-
-    def _ranked(self, generate: Generate, running: RunningEpisode) -> Generate:
-        """Wrap `generate` to rank requests, to record generations, and to stop a stale episode.
-
-        The tokens of a stopped episode count, too. A response that starts again with new weights
-        (`partialRollout: false`) has no tokens of the version that it was requested with.
-        """
-        groups = self._pipeline.groups_per_batch
-        partial = self._pipeline.staleness.partial_rollout
-
-        async def ranked(request: GenerationRequest) -> Generation:
-            if partial and running.asked_version is None:
-                running.asked_version = self.bounds.newest
-            priority = request_priority(running.task, groups, len(running.answers))
-            with span("generate"):
-                generation = await generate(replace(request, priority=priority))
-            running.answers.append(generation)
-            if len(generation.versions_T):
-                self.raise_bounds(VersionBounds(newest=int(generation.versions_T.max())))
-            running.stop_if_older(self.bounds.oldest)
-            return generation
-
-        return ranked
 
     async def judge(self, task: EpisodeTask, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Return the trajectories with the judges' scores. Random episodes are not judged."""

@@ -144,6 +144,7 @@ def layout_of(
     tensor = number("tensor_model_parallel_size")
     shared = number("ulysses_sequence_parallel_size") * number("context_parallel_size")
     shards = number("fsdp_size", -1)
+    section = zero.get("offload_optimizer")
     return Layout(
         strategy=strategy,
         ranks=ranks,
@@ -153,7 +154,7 @@ def layout_of(
         recompute=bool(config.get(RECOMPUTE)) or config.get("recompute_granularity") == "full",
         selective=strategy == "fsdp2" and config.get("recompute_granularity") == "selective",
         offload=bool(config.get("offload_policy")),
-        offload_optimizer=_on_cpu(zero.get("offload_optimizer")),
+        offload_optimizer=isinstance(section, Mapping) and section.get("device") == "cpu",
         reshard=bool(config.get("reshard_after_forward", True)),
         stage=zero.get("stage", 3),
         model_ranks=tensor * number("pipeline_model_parallel_size"),
@@ -203,10 +204,6 @@ def _micro_batch(spec: AgenticRunSpec, training: Training, role: Role) -> int:
     length = spec.pipeline.sequence_length
     most = training.micro_batch_tokens(on_gpus=spec.roles.of(role).gpus > 0)
     return max(length, min(most, spec.pipeline.rollout_batch_size * length))
-
-
-def _on_cpu(section: object) -> bool:
-    return isinstance(section, Mapping) and section.get("device") == "cpu"
 
 
 @dataclass(frozen=True, slots=True)

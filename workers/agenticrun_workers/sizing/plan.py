@@ -280,11 +280,19 @@ def _changes(run: AgenticRun, plan: Plan, shapes: Shapes, gpu: Gpu) -> Iterator[
         other = changed(settings)
         if other is None:
             return None
+        # No suggestion leaves the GPU of a rank without its margin.
         return [
             place
             for place in _places(other.spec, shapes, gpu)
             if place.kind in kinds
-            and (place.fit is Fit.TOO_LARGE or (place.fit is Fit.TIGHT and _is_of_ranks(place)))
+            and (
+                place.fit is Fit.TOO_LARGE
+                or (
+                    place.fit is Fit.TIGHT
+                    and place.kind is Kind.GPU
+                    and place.role is not Role.INFERENCE
+                )
+            )
         ]
 
     engine: tuple[str, ...] = ()
@@ -314,11 +322,6 @@ def _changes(run: AgenticRun, plan: Plan, shapes: Shapes, gpu: Gpu) -> Iterator[
         yield Change(why or ("engines on more GPUs" if engine else "larger pods"), both)
         if len(found) == SUGGESTIONS:
             return
-
-
-def _is_of_ranks(place: Place) -> bool:
-    """Return True for the GPU of a rank, which no suggestion leaves without its margin."""
-    return place.kind is Kind.GPU and place.role is not Role.INFERENCE
 
 
 def _enough(place: Place) -> str:

@@ -33,8 +33,13 @@ HUB_SECONDS = 10.0
 
 def machine_findings() -> dict[str, Finding]:
     """Return the findings about this machine, by name."""
+    found = f"{platform.python_version()}, {len(os.sched_getaffinity(0))} CPUs"
     return {
-        "Python": _python(),
+        "Python": (
+            failed(f"{found} on {sys.platform}", "agenticrun run needs Linux")
+            if sys.platform != "linux"
+            else ok(found)
+        ),
         "PyTorch": _torch(gpus()),
         "engines": _engines(),
         "/dev/shm": space(Path("/dev/shm"), SHM_GIB, "weights on their way to engines", SHM_ADVICE),
@@ -48,13 +53,6 @@ SHM_ADVICE = (
     "mount a larger one (docker run --shm-size=8g, mount -o remount,size=8g /dev/shm), or set "
     "pipeline.weightSync.transport to ObjectStore"
 )
-
-
-def _python() -> Finding:
-    found = f"{platform.python_version()}, {len(os.sched_getaffinity(0))} CPUs"
-    if sys.platform != "linux":
-        return failed(f"{found} on {sys.platform}", "agenticrun run needs Linux")
-    return ok(found)
 
 
 def _torch(cards: list[str]) -> Finding:

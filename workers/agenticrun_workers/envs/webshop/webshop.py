@@ -85,33 +85,27 @@ class Visit:
             self.results, self.seen = None, set()
             self._leave_product()
         elif self.product is None:
-            self._click_result(target)
+            if target == pages.NEXT.lower():
+                self.page_number += 1
+            elif target == pages.PREVIOUS.lower():
+                self.page_number -= 1
+            else:
+                self.product = next(
+                    product for product in self._found() if product.asin.lower() == target
+                )
+                self.seen.add(self.product.asin)
         elif target == pages.BUY.lower():
             self.bought = reward(self.product, self.goal, self.options)
         elif target == pages.PREVIOUS.lower():
-            self._back()
+            if self.sub_page is not None:
+                self.sub_page = None
+            else:
+                self._leave_product()
         elif target in names:
             self.sub_page = names[target]
         else:
             name = [name for name, values in self.product.options.items() if target in values][-1]
             self.options[name] = target
-
-    def _click_result(self, target: str) -> None:
-        if target == pages.NEXT.lower():
-            self.page_number += 1
-        elif target == pages.PREVIOUS.lower():
-            self.page_number -= 1
-        else:
-            self.product = next(
-                product for product in self._found() if product.asin.lower() == target
-            )
-            self.seen.add(self.product.asin)
-
-    def _back(self) -> None:
-        if self.sub_page is not None:
-            self.sub_page = None
-        else:
-            self._leave_product()
 
     def _leave_product(self) -> None:
         self.product, self.sub_page, self.options = None, None, {}

@@ -228,17 +228,19 @@ class FunctionJudge(Judge):
             )
         else:
             outcomes = [await self._in_thread(episode) for episode in episodes]
-        return [self._judgement(outcome) for outcome in outcomes]
+        return [
+            (
+                JudgeFailed(str(raised(outcome.error, self._function.func)))
+                if outcome.error is not None
+                else checked(outcome.value, "it returned")
+            )
+            for outcome in outcomes
+        ]
 
     async def _in_thread(self, episode: JudgedEpisode) -> Outcome:
         if hanging() >= MAX_HANGING:
             raise JudgeFailed(f"{MAX_HANGING} earlier calls hang forever: give each a time limit")
         return await in_thread(partial(attempt, self._function, episode))
-
-    def _judgement(self, outcome: Outcome) -> Judgement:
-        if outcome.error is not None:
-            return JudgeFailed(str(raised(outcome.error, self._function.func)))
-        return checked(outcome.value, "it returned")
 
 
 def checked(score: object, what: str) -> Judgement:
