@@ -77,6 +77,8 @@ class AttemptRunner:
         )
         progress.activity(Activity.STARTING, "starting actors")
         try:
+            # What can fail without an actor fails first: a wrong setting should not cost a
+            # start-up.
             await asyncio.to_thread(
                 record_attempt, self.output, self.run, self.attempt.number, self.code
             )
@@ -84,6 +86,7 @@ class AttemptRunner:
             await asyncio.to_thread(custom_tracker, self.run)
             message = await self._train(progress)
             report = _report(Outcome.SUCCEEDED, Reason.RUN_SUCCEEDED, message, retryable=False)
+        # Ctrl-C in a terminal. A stop request of the operator is a `StopRequested`, and saves.
         except asyncio.CancelledError:
             report = _report(
                 Outcome.STOPPED,
@@ -111,6 +114,7 @@ class AttemptRunner:
             else None
         )
         async with AsyncExitStack() as running:
+            # A stop request during the start-up must not wait for pods that may never come.
             actors = await self.requests.unless_stopped(
                 running.enter_async_context(
                     running_actors(self.run, self.launcher, self.requests.changed.set)
@@ -183,6 +187,7 @@ class AttemptRunner:
                 with trace.recorder.main:
                     await loop.run()
             finally:
+                # Before the actors end: the recordings of their processes are collected here.
                 await trace.close()
                 await rollout.stop()
                 for tracker in trackers:
@@ -229,10 +234,12 @@ def report_of(error: BaseException, step: int) -> FinalReport:
             f"stopped on request after {step} steps",
             retryable=True,
         )
+    # Another attempt would fail in the same way, so the run ends.
     if isinstance(error, InvalidConfig | InvalidRun):
         return _report(Outcome.FAILED, Reason.INVALID_CONFIG, str(error), retryable=False)
     if isinstance(error, GuardTripped):
         return _report(Outcome.FAILED, "GuardTripped", str(error), retryable=False)
+    # Retried: another attempt may find room, and loses only the steps since the last save.
     if isinstance(error, CheckpointNotSaved):
         message = f"in step {step}: {error}"
         return _report(Outcome.FAILED, "TrainingFailed", message, retryable=True)
@@ -265,6 +272,7 @@ def exit_code(report: FinalReport) -> ExitCode:
 def summary(steps: int, max_steps: int, loop: Loop) -> str:
     """Return the message of a run that succeeded."""
     parts = [f"trained {steps} step{'s' * (steps != 1)}"]
+    # The step that ran when maxSteps was lowered is completed, and counts.
     if steps > max_steps:
         parts.append(f"maxSteps was lowered to {max_steps}, which ended the run")
     success = success_of(loop.last_validation)

@@ -123,6 +123,7 @@ class CheckpointNotSaved(Exception):
 
     def __init__(self, uri: str, step: int, error: Exception) -> None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        # The free space of the nearest folder that exists: the checkpoint's own may not.
         places = () if "://" in uri else (Path(uri), *Path(uri).parents)
         path = next((path for path in places if path.is_dir()), None)
         free = "" if path is None else f" ({shutil.disk_usage(path).free / 2**20:,.0f} MiB free)"
@@ -160,6 +161,7 @@ class CheckpointStore:
         """
         current = self._current
         if (
+            # A stop request right after a periodic save must not write the same state again.
             current is not None
             and current.step == state.step
             and await asyncio.to_thread(self._complete, Folder(current.folder)) is not None
@@ -176,15 +178,20 @@ class CheckpointStore:
     async def _write(
         self, folder: Folder, state: DriverState, modules: Mapping[str, SaveModule]
     ) -> Checkpoint:
+        # Leftovers of an attempt that was killed would be taken for files of this checkpoint.
         await asyncio.to_thread(_delete, folder)
         await asyncio.gather(*(save(str(folder / name)) for name, save in modules.items()))
 
         def finish() -> Checkpoint:
+            # The manifest last: only with it do readers accept the folder.
             folder.write(STATE, state.to_bytes())
             manifest = publish(folder, self._run_uid, state.step, modules)
+            # After the new one is published: a crash in between leaves one too many, never none.
             self._delete_old(state.step)
             return Checkpoint(folder.uri, state.step, manifest.time)
 
+        # In a thread: object storage may take seconds, in which the event loop must not stand
+        # still.
         self._current = await asyncio.to_thread(finish)
         return self._current
 
@@ -212,6 +219,7 @@ class CheckpointStore:
             await asyncio.to_thread(self._base.require_writable)
         except UnusableStorage as error:
             raise InvalidConfig("spec.checkpoint.uri", str(error)) from error
+        # A restarted run first looks for its own: what it resumed from at first is older.
         for source in dict.fromkeys(("Auto", resume) if restarted else (resume,)):
             folders = await asyncio.to_thread(self._candidates, source)
             found = await self._load_first(folders, modules, any_run=source != "Auto")
@@ -285,6 +293,7 @@ class CheckpointStore:
                 state.step,
                 ", the newest that is not damaged" if damage else "",
             )
+            # Only a checkpoint in our own folder makes a save of the same step superfluous.
             self._current = (
                 checkpoint if folder.uri == (self._base / _name(state.step)).uri else None
             )
@@ -347,9 +356,12 @@ class CheckpointStore:
             try:
                 manifest = read_manifest(folder)
             except DamagedFile:
+                # A damaged one is kept: a user may still repair it, and it does not count.
                 continue
+            # A folder may be shared with another run by mistake: what is not ours stays.
             if manifest is not None and manifest.run_uid != self._run_uid:
                 continue
+            # Later steps would win at the next resume, although this attempt went back before them.
             if manifest is None or manifest.step > step or kept >= self._keep:
                 _delete(folder)
             elif self._complete(folder):
@@ -380,6 +392,7 @@ def cluster_folders(run: AgenticRun) -> tuple[Path, str]:
         InvalidConfig: there is no fsspec driver for the URI.
     """
     storage, name = run.spec.storage, run.metadata.name
+    # The apiserver's copy does not have what the operator filled in.
     if storage is None and run.status.volume_claim:
         storage = Storage()
     base = folder_of(storage.uri if storage else WORK_DIR, name, run.metadata.uid)
@@ -457,8 +470,11 @@ def publish(folder: Folder, run_uid: str, step: int, modules: Collection[str]) -
     """
     records = {module: _record(folder / module) for module in modules}
     claimed = _claimed(records)
+    # Listed once: in object storage each look at a single file is a request.
     sizes = folder.sizes()
     files = {
+        # Ranks have computed the checksums of their files while writing; to read them again takes
+        # long.
         name: claimed.get(name) or folder.checksum(name)
         for name in sorted(sizes.keys() | claimed.keys())
     }
@@ -487,6 +503,7 @@ def read_manifest(folder: Folder) -> Manifest | None:
     where = f"{folder}/{MANIFEST}"
     try:
         document = json.loads(folder.read(MANIFEST))
+        # Checked before the rest, whose fields may be other ones.
         if document["format"] != FORMAT:
             raise DamagedFile(
                 where,
@@ -534,6 +551,7 @@ def check_driver_files(folder: Folder, manifest: Manifest) -> None:
     """
     records = {f"{module}/{MODULE_RECORD}" for module in manifest.modules} & manifest.files.keys()
     for name in sorted(records):
+        # First the records, because they say which files the ranks check themselves.
         _check(folder, name, manifest)
     claimed = _claimed({module: _record(folder / module) for module in manifest.modules})
     for name in sorted(manifest.files.keys() - records - claimed.keys()):

@@ -97,6 +97,7 @@ class ActorPools:
         Roles that cannot change while they run keep theirs; `status` says why.
         """
         for role, pool in self._elastic.items():
+            # The operator sends all numbers whenever one of them changes.
             if role in replicas and not self._fixed.get(role):
                 self._run = self._run.with_replicas({role.value: replicas[role]})
                 pool.resize(self._run.spec.actors(role))
@@ -145,6 +146,7 @@ class ActorPools:
     def _needed(self, role: Role) -> int:
         """Return the number of actors of a role on its minReplicas: the others join later."""
         spec = self._run.spec
+        # No others can join later, so all have to be there.
         if role in self._fixed or (role is Role.INFERENCE and spec.colocated):
             return spec.actors(role)
         return spec.roles.min_replicas(role) * spec.actors_per_pod(role)[role]
@@ -152,6 +154,8 @@ class ActorPools:
     async def _spawn_engine(self, engine_id: str, slot: int) -> ActorHandle[EngineActor]:
         options = replace(
             self._starter.options(Role.INFERENCE),
+            # A replacement must take the GPUs of the engine that died: others belong to other
+            # slots.
             node_id=self._slots[slot].node_id if self._slots else None,
             max_concurrency=MANY_CALLS,
         )
@@ -167,6 +171,7 @@ class ActorPools:
         if self._slots:
             gpus = self._slots[slot].gpus
             await actor.call(lambda engine: engine.use_gpus(gpus))
+        # Shielded: many wait for the future, and one that is cancelled must not cancel it.
         source = await asyncio.shield(self.source)
         threads = torch_threads(self._run, Role.INFERENCE, self._starter.place_of(actor).cores)
         await actor.call(lambda engine: engine.start(self._run.spec.pipeline, source, threads))
@@ -178,6 +183,7 @@ class ActorPools:
         try:
             self._starter.note(actor, await actor.call(lambda worker: worker.placement()))
             texts = await actor.call(lambda worker: worker.describe())
+            # All env workers find the same texts; replacements come when the model is made.
             if not self.texts.done():
                 self.texts.set_result(texts)
             source = await asyncio.shield(self.source)

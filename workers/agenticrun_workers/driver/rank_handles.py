@@ -94,6 +94,7 @@ async def check_fit(
     Raises:
         InvalidConfig: it cannot, or its engines cannot.
     """
+    # On CPUs there is no device memory that could be too small.
     if not run.spec.roles.of(Role.TRAINER).gpus:
         return
     found = await trainer.call(lambda rank: rank.describe(sources))
@@ -126,6 +127,7 @@ async def load_models(
     async def load_scoring(
         role: Role, actors: Sequence[ActorHandle[ReferenceActor] | ActorHandle[CriticActor]]
     ) -> None:
+        # Without pods of its own the module is loaded by the trainers.
         if actors:
             place, *_ = await locate(starter, actors)
             await load_on(actors, sources, torch_threads(run, role, place.cores))
@@ -159,6 +161,7 @@ async def load_on(
     Returns:
         what their `setup` returned.
     """
+    # The first rank chooses a free port on its own node, where it will listen.
     meeting = await actors[0].call(lambda rank: rank.rendezvous())
     loaded = await asyncio.gather(
         *(actor.call(lambda rank: rank.setup(sources, meeting, threads)) for actor in actors)

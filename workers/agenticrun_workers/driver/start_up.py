@@ -142,8 +142,10 @@ async def running_actors(
     starter = ActorStarter(run.spec, launcher)
     pools = ActorPools(run, starter, on_change)
     async with AsyncExitStack() as ends:
+        # Pushed first, so it runs last: what else ends here still calls actors.
         ends.callback(starter.kill_all)
         try:
+            # Engines, env workers and ranks start side by side: each may wait minutes for its pod.
             async with together() as starts:
                 starting = starts.create_task(_start_all(run, starter, pools, starts, ends))
             actors = starting.result()
@@ -200,6 +202,7 @@ async def _start_all(
     starts.create_task(pools.start_env_workers())
     if not spec.colocated:
         engines = starts.create_task(pools.start_engines())
+    # Ray places a rank only when its pod is there; engines that share its GPUs need to know where.
     places = await locate(starter, ranks.trainers)
     if spec.colocated:
         # Ray's fractional GPUs do not work here: they could put two ranks on one GPU, and cannot
@@ -210,11 +213,13 @@ async def _start_all(
 
     source = ModelSource.of(spec.model)
     if (initialize := spec.model.initialize) is not None:
+        # The tokenizer of a new model is made of the environments' texts.
         texts = await pools.texts
         source = source.with_files(
             await ranks.trainers[0].call(lambda rank: rank.make_model(initialize, texts))
         )
     sources = ModelSources.of(source, pipeline)
+    # Before weights are loaded: a run that cannot fit should fail in seconds.
     await check_fit(run, ranks.trainers[0], sources)
     pools.source.set_result(source)
 
@@ -225,9 +230,11 @@ async def _start_all(
     weights = weight_sync(run, starter, ranks.trainers, places[0].node_id, source)
     ends.push_async_callback(weights.stop)
     stores = [
+        # One per node of trainers, because they read what is stored.
         starter.start(ActorOptions(node_id=node, max_concurrency=MANY_CALLS), TrajectoryStore)
         for node in dict.fromkeys(place.node_id for place in places)
     ]
+    # A store that dies takes trajectories along: the attempt must end and not wait for them.
     watchers = [asyncio.create_task(until_death(store), name="store") for store in stores]
     ends.push_async_callback(_cancel, watchers)
     await asyncio.gather(

@@ -128,6 +128,7 @@ class TrainerGroup:
     async def freeze_reference(self) -> None:
         """Copy the current policy into the reference, unless the run has none or names its own."""
         if REFERENCE in self._modules():
+            # A reference without pods of its own lives on the trainers' ranks.
             ranks: Sequence[ActorHandle[ReferenceUpdateMixin]] = self._references or self._trainers
             places = await asyncio.gather(
                 *(actor.call(lambda rank: rank.placement()) for actor in ranks)
@@ -150,6 +151,7 @@ class TrainerGroup:
             self._critics,
         ]
         for actors in scoring:
+            # Called first, so that they compute while the policy's ranks do.
             if actors:
                 shares = plan_batch(self._pipeline, groups, len(actors), version)
                 scores += [
@@ -158,9 +160,11 @@ class TrainerGroup:
                 ]
         plans = plan_batch(self._pipeline, groups, self.parts, version)
         calls = [
+            # Scores travel from rank to rank as references: the driver never holds a token.
             actor.call(lambda rank: rank.score(plans[part], *(one.as_argument() for one in scores)))
             for actor, part in zip(self._trainers, self._part_of, strict=True)
         ]
+        # Ranks that split one model return the same share; one answer of each is enough.
         by_part = dict(zip(self._part_of, await asyncio.gather(*calls), strict=True))
         return ScoredBatch.merge([*by_part.values()])
 
@@ -174,6 +178,7 @@ class TrainerGroup:
         Args:
             engines: the conversations of each engine.
         """
+        # Put once: as plain arguments the samples would be copied for each rank.
         samples = self._launcher.put(dict(engines))
         calls = [
             actor.call(lambda rank: rank.parity(samples.as_argument())) for actor in self._trainers
@@ -188,6 +193,7 @@ class TrainerGroup:
             for actor in self._trainers
         ]
         answers = await asyncio.gather(*(metrics for metrics, _ in calls))
+        # The targets stay where they are: only the critic's ranks fetch them.
         return Advantages(answers[0], [targets for _, targets in calls])
 
     async def train_critic(self, targets: Sequence[Result[ValueTargets]]) -> Metrics:
@@ -228,12 +234,14 @@ class TrainerGroup:
             ScheduleEnded: more steps would follow, but a rate is zero already. None has changed.
         """
         per_batch = optimizer_steps_per_batch(self._pipeline)
+        # The policy's schedule begins after the critic's warm-up, in which it takes no steps.
         starts = {ACTOR: max(step, self._pipeline.critic_warmup), CRITIC: step}
         steps_left = {
             module: (max_steps - start) * per_batch
             for module, start in starts.items()
             if module in self._modules()
         }
+        # All rates are checked before the first schedule changes: both change, or none.
         for module in (module for module, left in steps_left.items() if left > 0):
             first = self._ranks_of(module)[0]
             rate = await first.call(lambda rank: rank.rate_falls_from(module))
@@ -325,6 +333,8 @@ def plan_batch(
         """Return the numbers below `size` in the random order of an epoch."""
         seed = derive(pipeline.seed, "mini-batches", version, epoch)
         return (
+            # With one mini-batch the order has no effect; drawing none keeps the batch in its
+            # order.
             np.random.default_rng(seed).permutation(size).tolist() if count > 1 else [*range(size)]
         )
 
@@ -366,6 +376,7 @@ def balance(results: list[EpisodeResult], ranks: int) -> list[list[EpisodeResult
     order = {result.key: index for index, result in enumerate(results)}
     shares: list[list[EpisodeResult]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
+    # Ties are broken by key, so that the split is the same in every run.
     for result in sorted(results, key=lambda r: (-r.tokens, r.key)):
         lightest = loads.index(min(loads))
         shares[lightest].append(result)
@@ -408,6 +419,7 @@ class SharedDevices:
     async def to_engines(self) -> None:
         """Let the engines sample; the trainers cannot compute after this."""
         if not self._engines_have_them:
+            # In this order: the devices cannot hold both.
             await self._trainers.offload()
             await self._engines.wake()
             self._hand_over(to_engines=True)
@@ -415,6 +427,7 @@ class SharedDevices:
     async def to_trainers(self) -> None:
         """Let the trainers compute; requests that engines still work on are given up."""
         if self._engines_have_them:
+            # The same the other way round.
             await self._engines.sleep()
             await self._trainers.onload()
             self._hand_over(to_engines=False)

@@ -156,6 +156,7 @@ class EngineActor(Traced):
 
         Requests in flight are aborted; later ones wait for the next weights.
         """
+        # First, so that no request begins while the running ones end.
         self._awake = False
         await self._serving.abort()
         await asyncio.gather(*self._sampling)
@@ -189,6 +190,7 @@ class EngineActor(Traced):
         """
         await self._update.finish()
         self.recorder.close(WEIGHTS)
+        # Only with complete weights: every waiting request samples from one version.
         self._awake = True
         for woken in self._waiting.values():
             woken.set()
@@ -265,9 +267,11 @@ class EngineActor(Traced):
             return generation
 
     async def _sample(self, request: GenerationRequest) -> Generation:
+        # A loop, because the engine may sleep again before this task has its turn.
         while not self._awake:
             woken = self._waiting[request.request_id] = asyncio.Event()
             await woken.wait()
+            # `_abort` has removed it: its caller no longer waits.
             if self._waiting.get(request.request_id) is not woken:
                 return ABORTED_UNSAMPLED
             del self._waiting[request.request_id]
@@ -325,6 +329,7 @@ class EngineActor(Traced):
                 pace.check(stats)
             except EngineError as error:
                 self._record_failure(error)
+            # An unexpected error says nothing about the engine, so polling continues.
             except Exception as error:
                 if repr(error) != logged:
                     log.exception("the health of %s cannot be checked", self._name)
@@ -411,11 +416,13 @@ class IncomingWeights:
             CorruptBucket: the file does not match its checksum; the update fails.
             EngineError: the engine's update has failed.
         """
+        # Raises the error of a failed update now, and not after all buckets have been read.
         if self._update.done():
             await self._update
         try:
             await asyncio.to_thread(self._verifier.check, path, checksum)
         except CorruptBucket as corrupt:
+            # The engine waits for this bucket: its update must fail, too.
             self._arrived.put_nowait(corrupt)
             raise
         self._arrived.put_nowait(path)

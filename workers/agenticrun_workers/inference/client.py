@@ -212,6 +212,7 @@ class GenerationClient:
         for link in self._links.values():
             if link.in_flight.get(waiting.request.request_id) is waiting:
                 del link.in_flight[waiting.request.request_id]
+                # Without a connection the engine has aborted it already.
                 if link.frames is not None:
                     link.frames.write(Abort([waiting.request.request_id]))
 
@@ -231,6 +232,7 @@ class GenerationClient:
             self._choose(waiting.request).take(waiting)
         for link in self._links.values():
             requests, link.outgoing = link.outgoing, []
+            # Without a connection they wait in `in_flight`, all of which is sent once there is one.
             if requests and link.frames is not None:
                 link.frames.write(requests)
 
@@ -298,6 +300,7 @@ class GenerationClient:
             # The engine aborts the requests of a connection that breaks, so all of them are sent
             # again, from the tokens received so far.
             frames.write([waiting.for_an_engine() for waiting in link.in_flight.values()])
+        # Whatever was in `outgoing` is in `in_flight`, too, and has just been sent.
         link.outgoing, link.frames = [], frames
         try:
             while True:
@@ -305,6 +308,7 @@ class GenerationClient:
                 link.reported_at = asyncio.get_running_loop().time()
                 for answer in answers:
                     self._deliver(link, answer)
+        # The engine died or the network broke: `_listen` finds out which when it connects again.
         except (OSError, EOFError):
             pass
         finally:
@@ -315,6 +319,7 @@ class GenerationClient:
     def _drop(self, link: _EngineLink, *, died: bool = True) -> None:
         """Forget an engine that is gone. Fail the requests of which too many engines have died."""
         del self._links[link.engine_id]
+        # `_listen` calls this as well, and must not cancel itself.
         if link.listener is not None and link.listener is not asyncio.current_task():
             link.listener.cancel()
         # Only requests that the engine had received may have killed it, not those queued for it.

@@ -314,7 +314,9 @@ class EnginePool:
         ):
             if isinstance(answer, Exception):
                 log.warning("%s failed to %s: %s", engine_id, name, answer)
+                # Half asleep, it may keep memory that the trainers need, so it is replaced.
                 engines[engine_id].kill()
+            # Our own cancellation is no failure of an engine.
             elif isinstance(answer, BaseException):
                 raise answer
 
@@ -355,12 +357,14 @@ class EnginePool:
                 if self._start_engine is not None:
                     await self._start_engine(handle, slot.number)
                 death = await self._join(engine_id, handle)
+        # Also if the start is cancelled: an actor that no one holds would keep its GPUs.
         except BaseException:
             handle.kill()
             raise
         self.engines[engine_id] = handle
         slot.engine_id = engine_id
         self._keep(slot, partial(self._watch, slot, engine_id, death))
+        # Last, so that clients never ask an engine that is not being watched.
         await self._tell()
 
     @asynccontextmanager
@@ -389,6 +393,7 @@ class EnginePool:
         try:
             placement = await handle.call(lambda engine: engine.placement())
             receiver = Receiver(handle, placement.node_id)
+            # A sync in between would leave this engine with the version before.
             async with self._changing:
                 # Before the first sync it serves nothing and gets the weights with all others.
                 if self._weights is not None and self._weights.version is not None:
@@ -401,6 +406,7 @@ class EnginePool:
 
     def _polled(self, engine_id: str, stats: EngineStats) -> None:
         """Eject the engine if it is slow, unless it does not serve yet."""
+        # An engine that still loads its first weights has no speed to compare.
         if engine_id in self.engines and (said := self._slow.poll(engine_id, stats)):
             log.warning("%s", said)
             self._in_background(self._tell, f"tell-{engine_id}")
@@ -415,6 +421,7 @@ class EnginePool:
             log.warning("%s died and is replaced: %s", engine_id, await death)
         finally:
             death.cancel()
+        # Before `_count_death`, which may raise: clients must learn of the death in any case.
         self._forget(slot)
         await self._tell()
         self._count_death(engine_id, death.result())
@@ -473,6 +480,7 @@ class EnginePool:
             self.retired.update(left)
             log.info("engines leave, %d stay: %s", self._count, ", ".join(left) or "none served")
             await self._tell()
+            # Only after clients know it, so that they move their requests without counting a death.
             for handle in handles:
                 handle.kill()
 
@@ -480,6 +488,7 @@ class EnginePool:
         """Return the slots in the order in which they are given up: those without engine first."""
         served = {slot.engine_id: slot for slot in self._slots if slot.engine_id}
         nodes = {engine_id: self._receivers[engine_id].node_id for engine_id in served}
+        # An engine that starts has no requests and no cache to lose.
         starting = [slot for slot in self._slots if not slot.engine_id]
         return starting + [served[engine_id] for engine_id in in_leaving_order(nodes)]
 
@@ -496,5 +505,6 @@ async def _death_of(
         while True:
             polled(await engine.poll(lambda actor: actor.health()))
     except Exception as error:
+        # It may be frozen, or have failed alone: in both cases it must free its GPUs.
         engine.kill()
         return error

@@ -58,6 +58,7 @@ def _relay(parent: int, supervisor: int) -> int:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
         caught = signal.sigtimedwait(awaited, POLL_SECONDS)
+        # Ctrl-C of a terminal is for the program that started us, which then ends us in order.
         if caught is not None and caught.si_signo == signal.SIGTERM:
             os.kill(supervisor, signal.SIGTERM)
     return 0
@@ -89,10 +90,13 @@ def _supervise(parent: int, folder: str, command: list[str]) -> int:
     )
     signal.signal(signal.SIGTERM, terminate)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+    # Ctrl-C of a terminal must not cut the cleaning short.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
+    # Without it, a signal between `poll` and `select` would be noticed a second late.
     signal.set_wakeup_fd(waker)
+    # A handler of our own, because by default SIGCHLD wakes nothing.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     look_at = time.monotonic() + LOOK_SECONDS
     while server.poll() is None and os.getppid() == parent:
@@ -100,10 +104,12 @@ def _supervise(parent: int, folder: str, command: list[str]) -> int:
             shared.look()
             look_at = time.monotonic() + LOOK_SECONDS
         ready, _, _ = select.select([0, wake], [], [], POLL_SECONDS)
+        # Nothing is ever written to it: it is readable when the other end has closed.
         if 0 in ready:
             break
         if wake in ready:
             os.read(wake, 4096)
+    # Before the kill: mappings of dead processes cannot be seen.
     shared.look()
     if server.poll() is None:
         server.kill()
@@ -128,6 +134,7 @@ def _kill_descendants() -> None:
                     "multiprocessing.resource_tracker" in word for word in process.cmdline()
                 ):
                     process.kill()
+        # Reaped, because zombies would count as children forever.
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
@@ -145,6 +152,7 @@ class SharedMemory:
         self._earlier: set[str] = set()
         self._made: set[str] = set()
         with contextlib.suppress(OSError):
+            # Files of other programs, and of engines that served before.
             self._earlier |= {*os.listdir(SHARED_MEMORY)}
 
     def look(self) -> None:
@@ -158,6 +166,7 @@ class SharedMemory:
         if not self._made:
             return
         with contextlib.suppress(OSError, psutil.Error):
+            # A segment may be shared with a process that is not the server's, such as Ray's.
             others = list(psutil.process_iter())
             for name in self._made - mapped_by(others) - _opened_by(others):
                 path = os.path.join(SHARED_MEMORY, name)

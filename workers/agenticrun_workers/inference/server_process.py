@@ -136,6 +136,7 @@ class ServerProcess:
         """
         spec = self._spec
         spec.log_folder.mkdir(parents=True, exist_ok=True)
+        # Between our search for a free port and the server's bind, another program may take it.
         for _ in range(START_TRIES):
             self._port = free_port(HOST)
             self.log = spec.log_folder / f"{spec.name}-{os.getpid()}-{self._port}.log"
@@ -153,6 +154,7 @@ class ServerProcess:
             except BaseException:
                 await self.stop()
                 raise
+            # Not every server logs this, so the kernel is asked, too.
             port_was_taken = (
                 listeners(self._port) or "address already in use" in self._tail().lower()
             )
@@ -201,17 +203,23 @@ class ServerProcess:
         return f"{self._spec.name} {ended}. {self._log_end()}"
 
     async def _launch(self) -> None:
+        # A folder of its own, so that the supervisor can delete what a killed server leaves there.
         folder = tempfile.mkdtemp(prefix="agenticrun-engine-")
         environment = inherited(os.environ) | {"TMPDIR": folder, **self._spec.environment}
         command = self._spec.command(self._port)
         try:
             with self.log.open("wb") as log:
                 self._supervisor = await asyncio.create_subprocess_exec(
+                    # -I: neither PYTHONPATH nor the current folder may change what the supervisor
+                    # imports.
                     *(sys.executable, "-I", str(SUPERVISOR), str(os.getpid()), folder, *command),
+                    # The supervisor reads this pipe. When it closes, also because we died, it kills
+                    # the server.
                     stdin=asyncio.subprocess.PIPE,
                     stdout=log,
                     stderr=log,
                     env=environment,
+                    # Ctrl-C in a terminal must not reach the server: its end has an order.
                     start_new_session=True,
                 )
         except OSError as error:
@@ -276,7 +284,10 @@ class ServerClient:
         """The connections, from the first request on: before it starts, a server has no port."""
         return aiohttp.ClientSession(
             self._process.url,
+            # aiohttp's limit of 100 connections would queue requests where the engine cannot see
+            # them.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+            # No limit: a long response may take any time, and `check` notices a frozen server.
             timeout=aiohttp.ClientTimeout(total=None),
         )
 
@@ -319,6 +330,7 @@ class ServerClient:
                 if answer.status != 200:
                     raise_refusal(path, answer.status, await answer.text(errors="replace"))
                 async for data in answer.content.iter_any():
+                    # A chunk may end in the middle of an event.
                     *events, rest = (rest + data).split(b"\n\n")
                     for event in events:
                         if event == LAST_EVENT:
@@ -326,6 +338,7 @@ class ServerClient:
                         else:
                             yield _content(path, event)
         except aiohttp.ClientError as error:
+            # After the last event nothing is missing, however the connection ends.
             if not done:
                 raise EngineError(await self._cause(path, error)) from error
 
@@ -341,6 +354,7 @@ class ServerClient:
         try:
             status, body = await liveness.answered(self._get(path), polls)
         except liveness.NoAnswer:
+            # A frozen server fails no request: only its death lets requests move to other engines.
             self._process.kill()
             raise EngineError(
                 f"{path} of {self._process.url} was not answered in {STEP_SECONDS:.0f} s: "
@@ -353,6 +367,7 @@ class ServerClient:
         return body
 
     async def close(self) -> None:
+        # Without a request there is no session, and to read the property would make one.
         if "_session" in vars(self):
             await self._session.close()
 

@@ -80,6 +80,7 @@ class _Record:
         busy_seconds = stats.busy_seconds - before.busy_seconds
         seat_seconds = stats.seat_seconds - before.seat_seconds
         if busy_seconds < MIN_BUSY_SECONDS or seat_seconds <= 0:
+            # A short break says nothing; after a long one the old work is no longer its speed.
             self.idle_polls += 1
             if self.idle_polls >= IDLE_POLLS:
                 self.works.clear()
@@ -131,6 +132,7 @@ class SlowEngines:
     def forget(self, engine_id: str) -> None:
         """Forget an engine that is gone. If more than half are ejected now, one is tried again."""
         self._records.pop(engine_id, None)
+        # The limit is a share, so it falls with the number of engines.
         while len(self.ejected) > len(self._records) // 2:
             soonest = min(self.ejected, key=lambda name: self._records[name].polls_left)
             self._records[soonest].polls_left = 0
@@ -150,6 +152,7 @@ class SlowEngines:
         record.empty_polls += record.empty_windows > 0
         if record.polls_left:
             record.polls_left -= 1
+            # What an ejected engine computes is the rest of old requests: it is judged by new ones.
             record.works.clear()
             return "" if record.polls_left else f"{engine_id} gets requests again"
         speed = record.speed(prompts=True)
@@ -160,8 +163,10 @@ class SlowEngines:
             speed.request * TIMES_SLOWER >= others.request
             or speed.total * TIMES_SLOWER >= others.total
         ):
+            # It keeps up again: the next ejection is short, like a first one.
             record.ejections = record.empty_windows = 0
             return ""
+        # If most engines are slow, the cause lies elsewhere and ejection would only lose capacity.
         if len(self.ejected) + 1 > len(self._records) // 2:
             return ""
         if speed.total:
@@ -177,6 +182,7 @@ class SlowEngines:
                     f"{seconds:.0f} s and computed nothing, while others did: it is stuck; look at "
                     "its log, and at the kernel's (dmesg: Xid, a fault of a GPU)"
                 )
+        # Doubled each time, so that an engine that stays slow costs few tries.
         record.polls_left = min(FIRST_EJECTION_POLLS * 2**record.ejections, MAX_EJECTION_POLLS)
         record.ejections += 1
         return (

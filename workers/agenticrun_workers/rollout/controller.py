@@ -210,6 +210,7 @@ class Group:
         try:
             while True:
                 await self._drop_stale(drop)
+                # A copy of the list: `_start` takes members out of what is missing.
                 for member in self._needed():
                     self.rerolled += self._missing[member] is _Missing.FAILED
                     self._start(member, backend, transcript=transcript)
@@ -243,6 +244,7 @@ class Group:
 
     def _start(self, member: int, backend: TrainingBackend, *, transcript: bool) -> None:
         del self._missing[member]
+        # One member is shown. If it fails, the next one that starts is shown instead.
         shown = any(result.transcript for result in self.kept) or any(
             task.transcript for task in self._running.values()
         )
@@ -250,6 +252,8 @@ class Group:
         task = EpisodeTask(
             EpisodeKey(Stream.TRAIN, self.number, member),
             self.tag,
+            # The attempt is part of the seed, so that a member that runs again sees another
+            # episode.
             self._attempts[member],
             self._bounds.newest,
             transcript=wanted,
@@ -290,6 +294,7 @@ class Group:
 
     async def _drop_stale(self, drop: Discard) -> None:
         """Drop finished members that have grown too old, and stopped ones that run again."""
+        # Before new members start, so that one that must run again is among them.
         stale = [result for result in self.kept if result.episode_version < self._bounds.oldest]
         self.kept = [result for result in self.kept if result not in stale]
         self._missing |= {result.key.member: _Missing.DROPPED for result in stale}
@@ -302,6 +307,7 @@ class Group:
             await drop(stale)
 
     async def _cancel(self) -> None:
+        # A group that has run to its end has none left: this is for errors and cancellations.
         for episode in self._running:
             episode.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -310,6 +316,7 @@ class Group:
         self._aborted.clear()
 
     def _finish(self) -> None:
+        # Stopped as too old, and not needed again because other members sufficed.
         for result in self._stale.values():
             self._count_unneeded(result)
         self._stale.clear()
@@ -361,6 +368,7 @@ class StalenessGate:
             running: groups that run.
             accepted: groups that are ready, or were in a batch since the run began.
         """
+        # Rounded down: a fraction of a group must not push the age over the limit.
         allowed = math.floor((self.max_staleness + engine_version + 1) * self.groups_per_batch)
         return max(0, min(self.max_concurrent - running, allowed - accepted - running))
 
@@ -396,6 +404,7 @@ class EnvBreaker:
 
     def leaves_out(self, tag: str) -> bool:
         """Return True if the next group must not be of this environment."""
+        # One try per step is used up, whatever becomes of it.
         if tag in self._may_try:
             self._may_try.remove(tag)
             return False
@@ -403,6 +412,7 @@ class EnvBreaker:
 
     def succeeded(self, tag: str) -> None:
         """Take note of a group that can be trained on."""
+        # Only failures in a row evict an environment.
         self._failed[tag] = 0
         if self._evicted.pop(tag, None) is not None:
             log.warning("environment %r works again: its groups are trained on again", tag)
@@ -561,6 +571,8 @@ class RolloutController:
     @property
     def position(self) -> RolloutPosition:
         """The position to save. Groups that are not yet in a batch run again after a resume."""
+        # Ready groups count as unfinished: their tokens are in stores, which do not outlive the
+        # attempt.
         unfinished = sorted(self._in(*UNFINISHED), key=lambda group: group.number)
         return RolloutPosition(
             self._next_group,
@@ -589,9 +601,11 @@ class RolloutController:
             RolloutFailed: the backend can no longer run groups.
         """
         while True:
+            # A group that has just become ready may have a member that is too old by now.
             self._requeue_stale()
             if groups := self._next_batch():
                 break
+            # After the check for a batch: groups that are complete may still be trained on.
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
@@ -622,6 +636,7 @@ class RolloutController:
 
     def _move(self, group: Group, state: GroupState) -> None:
         """Change the state of a group: all changes are made here."""
+        # A group that is new, or from a recording, is in none of the tables yet.
         self._groups[group.state].pop(group.number, None)
         group.state = state
         if state in UNFINISHED:
@@ -691,6 +706,7 @@ class RolloutController:
         """Start as many groups as the gate allows: pending ones first, in their order."""
         running = len(self._groups[GroupState.RUNNING])
         accepted = self._served + len(self._groups[GroupState.READY])
+        # `newest` is what the engines have: with a slow weight sync fewer groups may start.
         capacity = self._gate.capacity(self._bounds.newest, running=running, accepted=accepted)
         for _ in range(capacity):
             pending = self._groups[GroupState.PENDING]
@@ -717,9 +733,11 @@ class RolloutController:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # `batch` raises it
+            # Kept for the caller, because no one awaits this task.
             self._failure = error
         else:
             if self._failure is None:
+                # A group that was dropped has made room for another one.
                 self._begin()
         self._changed.set()
 
@@ -738,10 +756,12 @@ class RolloutController:
         failed, chosen = not group.results, self._plan.filter
         if not failed:
             self._breaker.succeeded(group.tag)
+        # Members that grew too old, or were stopped, say nothing about the environment.
         elif group.untrainable:
             last = group.untrainable[-1]
             self._breaker.failed(last.tag, f"{last.stop_reason}: {last.error}")
         refused = not failed and chosen is not None and chosen.refuses(group.scores)
+        # Before the group changes its state, so that no batch can hold what the stores delete.
         await self._discard([*group.surplus, *(group.results if refused else ())])
         if failed or refused:
             self._counts.dropped += failed
@@ -757,6 +777,7 @@ class RolloutController:
         """Raise if too many groups were dropped or refused for one batch."""
         counts, chosen = self._counts, self._plan.filter
         for evicted in self._breaker.evicted:
+            # An evicted environment is dealt with: only the others may end the run.
             del self._dropped[evicted]
         dropped = self._dropped.total()
         if dropped > MAX_DROPPED_SHARE * self._gate.groups_per_batch and untrainable:

@@ -190,6 +190,7 @@ class EnvPool(TrainingBackend):
         self._gone: list[_Worker] = []
         """Workers that are gone, with tasks that others do not have yet."""
         self._joining: set[asyncio.Task[None]] = set()
+        # Never used again: the stores refuse a worker that is gone by its number.
         self._numbers = itertools.count(1)
         self._waiting: list[_Open] = []
         self._flush_planned = False
@@ -245,6 +246,7 @@ class EnvPool(TrainingBackend):
             needed: number of workers without which no episode can begin; the others join later.
                 Default: all.
         """
+        # All at once: pods come up in any order, and the first `needed` of them suffice.
         starts = [asyncio.ensure_future(self._spawn()) for _ in range(self._count)]
         late = await enough_of(starts, self._count if needed is None else needed)
         for start in starts:
@@ -265,6 +267,7 @@ class EnvPool(TrainingBackend):
 
     @override
     async def run(self, task: EpisodeTask) -> EpisodeResult:
+        # A failure ends the attempt: a task that came later could wait for a worker forever.
         if self._failure is not None:
             raise self._failure
         # A re-roll of a group that killed workers runs alone from its start, so that it can take no
@@ -275,6 +278,7 @@ class EnvPool(TrainingBackend):
             asyncio.get_running_loop().create_future(),
             deaths=SUSPECT_AFTER if given_up else 0,
         )
+        # Read before the count rises, because idle time passes only while the count is 0.
         self._idle_seconds, self._running = self.idle_seconds, self._running + 1
         count(EPISODES_RUNNING, self._running)
         self._assign(opened)
@@ -284,8 +288,10 @@ class EnvPool(TrainingBackend):
             self._running -= 1
             count(EPISODES_RUNNING, self._running)
             self._idle_since = time.perf_counter()
+            # The task may have moved to another worker, or its caller may have been cancelled.
             for worker in (*self._workers, *self._gone):
                 worker.remove(opened)
+            # A worker that runs one group less may be allowed to run a suspect now.
             self._assign_waiting()
 
     async def set_endpoints(
@@ -301,6 +307,8 @@ class EnvPool(TrainingBackend):
             stores: the trajectory stores.
             retired: engines that have left alive.
         """
+        # Numbered, because calls of an actor may overtake each other: workers ignore an older
+        # number.
         number = self._endpoints.number + 1
         self._endpoints = Endpoints(number, engines, stores, retired=frozenset(retired))
         calls = map(self._send_endpoints, self._workers)
@@ -360,6 +368,7 @@ class EnvPool(TrainingBackend):
     def _add(self, handle: ActorHandle[EnvWorker]) -> None:
         worker = _Worker(handle, next(self._numbers))
         self._workers.append(worker)
+        # Before the first endpoints there is nothing to send; `set_endpoints` reaches all workers.
         if self._endpoints.number:
             self._send_endpoints(worker)
         self._send_bounds(worker)
@@ -420,6 +429,7 @@ class EnvPool(TrainingBackend):
             RolloutFailed: too many workers died in a row.
         """
         death = await self._collect_until_death(worker)
+        # First of all, so that no task is assigned to it while the stores answer.
         self._remove(worker)
         tags = {opened.task.tag for opened in worker.tasks}
         log.warning(
@@ -452,6 +462,7 @@ class EnvPool(TrainingBackend):
                 len(worker.open),
             )
         self._remove(worker)
+        # Before the kill, so that this death is neither counted nor followed by a replacement.
         worker.watcher.cancel()
         worker.handle.kill()
         await self._hand_over(worker)
@@ -474,6 +485,7 @@ class EnvPool(TrainingBackend):
 
         They delete what came from its open tasks, before another worker plays these again.
         """
+        # Only episodes without a result: the tokens of the others are complete and stay.
         lost = {opened.task.key for opened in worker.tasks if not opened.done.done()}
         calls = (
             store.call(lambda actor: actor.refuse(worker.number, lost))
@@ -506,6 +518,7 @@ class EnvPool(TrainingBackend):
     async def _join(self, start: Awaitable[ActorHandle[EnvWorker]] | None) -> None:
         """Add another worker: the one that `start` starts, or a new one."""
         handle = await self._replacement(start)
+        # From here on it is a worker: `_settle` must neither count it twice nor cancel this task.
         current = asyncio.current_task()
         assert current is not None
         self._joining.discard(current)
@@ -525,6 +538,7 @@ class EnvPool(TrainingBackend):
         while True:
             try:
                 return await (start or self._spawn())
+            # The new worker is alive and needs an actor that is not: another start would fail, too.
             except OtherActorDied:
                 raise
             except ActorDied as death:
@@ -578,6 +592,7 @@ class EnvPool(TrainingBackend):
         for opened in worker.tasks:
             if opened.done.done():
                 continue
+            # A task that was still in our queue had not begun, so nothing of it is lost.
             self.lost_episodes += opened.submitted is not None
             if opened.aborting:
                 opened.abort()
@@ -589,6 +604,7 @@ class EnvPool(TrainingBackend):
                 self._assign(opened)
 
     def _deliver(self, worker: _Worker, result: EpisodeResult) -> None:
+        # Workers that finish episodes are not broken: only deaths in a row end the attempt.
         self._deaths = 0
         self._dead_with.clear()
         worker.episodes -= 1
@@ -613,6 +629,7 @@ async def _abort(worker: ActorHandle[EnvWorker], episodes: list[_Open]) -> None:
     calls = {opened.submitted for opened in episodes if opened.submitted is not None}
     await asyncio.gather(*calls, return_exceptions=True)  # the pool notices a worker that is dead
     names = [(opened.task.key, opened.task.attempt) for opened in episodes]
+    # Not awaited: the results say how the episodes ended, and `_watch` notices a dead worker.
     worker.call(lambda actor: actor.abort(names))
 
 

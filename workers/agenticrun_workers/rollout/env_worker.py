@@ -135,8 +135,10 @@ class EnvWorker(Traced):
     @packed
     async def submit(self, tasks: list[EpisodeTask]) -> None:
         """Start episodes. `collect` returns one result for each."""
+        # Ray promises no order of calls: tasks may come before the endpoints.
         await self._has_endpoints.wait()
         for task in tasks:
+            # For the same reason a task may come before the bounds that the driver sent first.
             self._runner.raise_bounds(VersionBounds(newest=task.engine_version))
             episode = RunningEpisode(task)
             episode.coroutine = asyncio.create_task(self._run_episode(episode))
@@ -202,6 +204,7 @@ class EnvWorker(Traced):
                 self._count_episodes()
             ending = trajectories[-1]
             track.note(stop=ending.stop_reason.value, turns=len(ending.turns))
+        # Of validation only scalars are used, so its tokens are not stored.
         keeps = key.stream is not Stream.VALIDATION
         result = self._runner.result(
             episode,
@@ -237,6 +240,7 @@ class EnvWorker(Traced):
         """Send trajectories to their stores. A result is published once its tokens are stored."""
         while True:
             await self._unstored_event.wait()
+            # Episodes often end together: one call stores all that end within 2 ms.
             await asyncio.sleep(0.002)
             self._unstored_event.clear()
             finished, self._unstored = self._unstored, []
@@ -314,11 +318,13 @@ class EpisodePlaces:
                 yield waited
             finally:
                 self._running -= 1
+                # Its environment is idle now and can be freed, so making room is worth another try.
                 self._roomy = False
                 self._ended.set()
 
     async def _wait_for_memory(self, limit: int) -> float:
         clock, waited = asyncio.get_running_loop().time, 0.0
+        # One episode may always run, so nothing waits forever.
         while self._running and self._nearly_full(limit):
             began = clock()
             self._ended.clear()
@@ -332,6 +338,7 @@ class EpisodePlaces:
     def _nearly_full(self, limit: int) -> bool:
         """Return True if the pod's memory was nearly full a moment ago."""
         now = asyncio.get_running_loop().time()
+        # Files of the kernel are not read for each of the thousands of episodes that begin.
         if now - self._looked_at < LOOK_SECONDS and self._begun < LOOK_EPISODES:
             return self._full
         self._full = self._used() > FULL_SHARE * limit
@@ -371,6 +378,7 @@ def collect_garbage_rarely() -> None:
     10,000 episodes that blocks the process for 0.1 s each time. Now at most 2,500,000 objects can
     pile up in cycles.
     """
+    # Reference counts free nearly everything at once; only cycles wait.
     gc.set_threshold(*GC_THRESHOLDS)
 
 
@@ -381,6 +389,8 @@ def describe_envs(pipeline: Pipeline) -> TokenizerCorpus:
     for index, spec in enumerate(pipeline.envs):
         path = f"spec.pipeline.envs[{index}]"
         try:
+            # Built once here to fail early, in `describe`, and not in the first episode of each
+            # worker.
             env = make_env(spec.type, spec.config)
         except PluginError as error:
             raise InvalidConfig(f"{path}.{_field_of(error)}", str(error)) from error
@@ -426,6 +436,8 @@ def agent_limits(pipeline: Pipeline, spec: EnvSpec, stream: Stream) -> AgentLimi
         step_timeout=step_timeout(pipeline, spec),
     )
     if stream is Stream.VALIDATION:
+        # Validation measures the policy as it would be used, so its sampling is set apart from
+        # training's.
         asked = spec.validation_generating or pipeline.actor_infer.validation_generating
         return replace(limits, temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k)
     train = pipeline.actor_infer.generating
@@ -435,6 +447,7 @@ def agent_limits(pipeline: Pipeline, spec: EnvSpec, stream: Stream) -> AgentLimi
         top_p=train.top_p,
         top_k=train.top_k,
         min_p=train.min_p,
+        # Truncated or not, log-probs are recorded over the whole vocabulary, at temperature 1.
         record_temperature=1.0 if train.allow_truncated_sampling else None,
     )
 
@@ -465,6 +478,7 @@ class ResultMailbox(Generic[T]):
 
     def fail(self, error: BaseException) -> None:
         """Make all later calls of `take` raise this error: some results may never come."""
+        # The first error is the cause; later ones follow from it.
         self._failure = self._failure or error
         self._filled.set()
 
@@ -478,7 +492,9 @@ class ResultMailbox(Generic[T]):
                 await self._filled.wait()
         except TimeoutError:
             return []
+        # Others often end at the same moment: one answer takes all of them.
         await asyncio.sleep(self._gather_seconds)
+        # Before the results: the caller must not wait for an episode that is lost.
         if self._failure is not None:
             raise self._failure
         items, self._items = self._items, []

@@ -80,6 +80,7 @@ class RunningEpisode:
         """Stop a training episode that has a token older than this version."""
         oldest = self.oldest_version
         if (
+            # Validation and warm-up do not care about the age of a token.
             self.task.key.stream is Stream.TRAIN
             and not self.stale
             and oldest is not None
@@ -166,6 +167,7 @@ class EpisodeRunner:
         except BaseException as error:  # a user's agent may raise anything, cancellations included
             current = asyncio.current_task()
             assert current is not None
+            # `abort`, `set_bounds` or the end of the worker cancelled us. Else the agent raised it.
             if current.cancelling():
                 raise
             message = one_line(error)
@@ -189,6 +191,8 @@ class EpisodeRunner:
             partial = self._pipeline.staleness.partial_rollout
 
             async def ranked(request: GenerationRequest) -> Generation:
+                # A response that starts again with new weights (`partialRollout: false`) has no
+                # tokens of the version that it was requested with.
                 if partial and running.asked_version is None:
                     running.asked_version = self.bounds.newest
                 priority = request_priority(running.task, groups, len(running.answers))
@@ -196,8 +200,7 @@ class EpisodeRunner:
                     generation = await generate(replace(request, priority=priority))
                 # Before the episode may be stopped as stale: its tokens count, too.
                 running.answers.append(generation)
-                # A response that starts again with new weights (`partialRollout: false`) has no
-                # tokens of the version that it was requested with.
+                # An answer may bring news of a newer version before the driver's call does.
                 if len(generation.versions_T):
                     self.raise_bounds(VersionBounds(newest=int(generation.versions_T.max())))
                 running.stop_if_older(self.bounds.oldest)
@@ -208,7 +211,9 @@ class EpisodeRunner:
             whole = all(trajectory.stop_reason.trainable for trajectory in trajectories)
             return trajectories
         finally:
+            # Else the table of sessions would grow with every episode of the run.
             self._client.end_session(episode.session)
+            # An environment that was left in the middle of an episode may be in any state.
             if whole:
                 self.envs.release(task.tag, env)
             else:
@@ -357,6 +362,7 @@ class EnvCache:
             await self._places[tag].acquire()
         try:
             return self._idle[tag].pop() if self._idle[tag] else await self._build(tag)
+        # A cancellation, too, must not leave the place taken.
         except BaseException:
             self._free_place(tag)
             raise

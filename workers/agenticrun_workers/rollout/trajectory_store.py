@@ -98,14 +98,18 @@ class TrajectoryStore:
         Raises:
             PermissionError: others rerun the worker's episodes.
         """
+        # It may only be frozen or cut off, and send a trajectory that another worker has made
+        # again.
         if worker in self._replaced:
             raise PermissionError(f"env worker {worker} was replaced")
         for trajectory in trajectories:
+            # A rerun replaces the first one; its memory and its block on disk must not leak.
             self._forget(trajectory.key)
             stored = _Stored(trajectory, memory_of(trajectory))
             self._stored[trajectory.key] = stored
             self._memory += stored.memory
         if self._memory > self._limit:
+            # Only new ones: the earlier ones are trained on sooner, and stay in memory.
             await self._spill(trajectory.key for trajectory in reversed(trajectories))
 
     async def refuse(self, worker: int, lost: Collection[EpisodeKey] = ()) -> None:
@@ -120,6 +124,7 @@ class TrajectoryStore:
                 Their trajectories are deleted, if any came before.
         """
         self._replaced.add(worker)
+        # All branches of an episode, which the pool knows by the key of the first.
         for key in [key for key in self._stored if replace(key, branch=0) in lost]:
             self._forget(key)
 
@@ -132,6 +137,7 @@ class TrajectoryStore:
             DamagedBlock: the data read back differs from what was written.
             HungDisk: the disk returns nothing.
         """
+        # Looked up before the first await, so that a `discard` in between takes none of them away.
         wanted = [self._stored[key] for key in keys]
         return [await self._read(each) for each in wanted]
 
@@ -165,11 +171,13 @@ class TrajectoryStore:
                 await self._write(key, stored)
 
     async def _write(self, key: EpisodeKey, stored: _Stored) -> None:
+        # Before the await, so that no other `put` writes the same trajectory.
         memory, stored.memory = stored.memory, 0
         self._memory -= memory
         try:
             block = await self._spill_file.write(pack(stored.trajectory))
         except OSError as error:
+            # It may have been discarded or replaced while the disk refused.
             if self._stored.get(key) is stored:
                 stored.memory = memory
                 self._memory += memory
@@ -258,6 +266,7 @@ class _Segment:
 
     def close(self) -> None:
         with self._opening:
+            # Never opened if no write has reached it.
             if self._file is not None:
                 self._file[1]()
 
@@ -265,6 +274,8 @@ class _Segment:
         """Return the descriptor of the file. The first call makes it."""
         with self._opening:
             if self._file is None:
+                # A copy of the descriptor outlives the file object; the kernel deletes the file
+                # after it.
                 with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
                     descriptor = os.dup(file.fileno())
                 self._file = descriptor, weakref.finalize(self, os.close, descriptor)
@@ -316,6 +327,7 @@ class SpillFile:
             HungDisk: it takes too long, or something else still does.
             OSError: for example, the disk is full.
         """
+        # Another write to a disk that does not answer would keep one more thread.
         if self._late:
             raise _hung()
         segment = self._last or _Segment(self.folder)
@@ -369,6 +381,7 @@ class SpillFile:
         thread = asyncio.get_running_loop().run_in_executor(None, work)
         thread.add_done_callback(ended)
         try:
+            # Shielded: a thread cannot be cancelled, and `ended` must see when it is done.
             return await answered(asyncio.shield(thread))
         except NoAnswer:
             self._late += 1
@@ -376,8 +389,10 @@ class SpillFile:
             raise _hung() from None
 
     def _close_unused(self, segment: _Segment) -> None:
+        # The last segment stays open for the next block.
         if not segment.users and segment is not self._last:
             self._segments.discard(segment)
+            # In a thread, because the deletion of a large file waits for the disk.
             asyncio.get_running_loop().run_in_executor(None, segment.close)
 
 
@@ -392,6 +407,7 @@ def scratch_folder() -> Path:
 
 
 def _write_at(descriptor: int, data: bytes, offset: int) -> None:
+    # The kernel may write less than asked for; a view is cut without a copy.
     left = memoryview(data)
     while left:
         written = os.pwrite(descriptor, left, offset)

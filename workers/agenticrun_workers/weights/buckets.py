@@ -123,6 +123,7 @@ class Bucket:
         text = json.dumps(
             {"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")
         ).encode()
+        # Padded, so that parameters are aligned in the mapped file, whatever their dtype.
         text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
@@ -146,6 +147,7 @@ def buckets_of(tensors: Iterable[TensorSpec], bucket_bytes: int) -> tuple[Bucket
         if tensor.name in names:
             raise ValueError(f"the trainer exports {tensor.name} twice")
         names.add(tensor.name)
+        # One dtype per bucket, because a delta compares elements of one size.
         if not groups or groups[-1][0].dtype != tensor.dtype or size + tensor.nbytes > bucket_bytes:
             groups.append([])
             size = 0
@@ -227,6 +229,7 @@ class MappedBucket:
 
     def _create(self, header: bytes) -> None:
         size = len(header) + self.bucket.data_bytes
+        # "x": a file of another process would be written by both.
         with self.path.open("xb") as file:
             try:
                 # Without space, a write to the mapped file would kill the process (SIGBUS).

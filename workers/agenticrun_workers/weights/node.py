@@ -100,6 +100,7 @@ class NodeWeights:
     def read(self, index: int, delta: bool) -> NDArray[np.uint8]:
         """Return a bucket's data, or the delta of the last sync."""
         if delta:
+            # The delta is in a file of its own, which the trainer replaces in each sync.
             return np.fromfile(self._shared.path / self._buckets[index].delta_file, np.uint8)
         return self._mapped[index].data
 
@@ -180,8 +181,10 @@ class AdapterNode(NodeWeights):
         """
         import torch
 
+        # Checked here, because the engines only see the merged weights.
         for bucket, checksum in zip(self._buckets, checksums, strict=True):
             self._verifier.check(self._shared.path / bucket.file, checksum)
+        # Ray gives an actor one thread by default, and the engines wait for this merge.
         torch.set_num_threads(self._threads)
         for written in self._writer.write(self._merger.weights(self._adapters())):
             yield WeightFile(str(self._whole_folder / written.bucket.file), written.checksum)
@@ -211,6 +214,7 @@ class AdapterNode(NodeWeights):
     def _merger(self) -> AdapterMerger:
         from agenticrun_workers.weights.lora_merge import AdapterMerger
 
+        # Files of a hub or a volume are on this node as well; what the run made is not.
         if self._source.path is not None:
             return AdapterMerger(self._plan, self._source.path)
         folder = self._shared.path / "base"

@@ -196,6 +196,7 @@ class WeightSync:
         report = await self._whole.publish(self._object_store, receivers, None)
         _raise_failure(report, BaseException)
         # With adapters, whole weights are needed only here: their memory is freed until then.
+        # Without adapters these buckets are those of the engines, and the next delta needs them.
         if await self._files_for_engines() is not self._whole:
             await self._whole.release()
 
@@ -211,6 +212,7 @@ class WeightSync:
         if self._spec.transport != "Broadcast":
             files = await self._files_for_engines()
             by = self._weight_transport(self._transport({receiver.node_id}))
+            # Trainers that compute would answer only after their step, which may take minutes.
             if await files.republish(by, name, receiver):
                 return
         report = await files.publish(by, {name: receiver}, None)
@@ -218,6 +220,7 @@ class WeightSync:
 
     async def stop(self) -> None:
         """Free the memory of all nodes, and delete the folder on disk."""
+        # A set: without adapters both are the same object.
         for files in {self._whole, self._engine_files or self._whole}:
             await files.stop(self._disk.uri if self._disk else None)
 
@@ -377,6 +380,7 @@ class FileSync:
         """
         places = {receiver.node_id for receiver in receivers.values()}
         nodes, unreachable = await self._nodes_of(places | {self._home})
+        # None until the first bucket comes, which carries the version that the trainers have.
         self._version = version
         home = nodes[self._home]
         away = [node for node in nodes.values() if node is not home]
@@ -388,6 +392,7 @@ class FileSync:
         for place, error in unreachable.items():
             files[place].close(error)
         loading: list[asyncio.Task[float]] = []
+        # One after the other, a sync would take the sum of export, transport and loading.
         sending = [asyncio.create_task(self._export(home, arrivals[self._home]))]
         if away:
             sending.append(asyncio.create_task(self._transfer(transport, arrivals, home, away)))
@@ -406,10 +411,14 @@ class FileSync:
                     asyncio.create_task(self._load(name, receiver, files[receiver.node_id]))
                     for name, receiver in receivers.items()
                 ]
+                # An engine that fails must not keep the others from their weights.
                 outcomes = await asyncio.gather(*loading, return_exceptions=True)
+                # An error of the export has ended the streams, so no receiver is left. It is raised
+                # here, as the error of the whole sync.
                 exported, *transferred = [await task for task in sending]
                 await asyncio.gather(*preparing)
         finally:
+            # A task that is left would write into buckets of the next sync.
             for task in (*loading, *sending, *preparing):
                 task.cancel()
         failed = {
@@ -434,6 +443,7 @@ class FileSync:
             False if both have lost the export, because their actors died.
         """
         home, node = await self._node(self._home), await self._node(receiver.node_id)
+        # Only buckets that this node has lost, or has never had, travel.
         missing = [written for written in self._written if not node.holds(written)]
         # The caller lets the trainers export again.
         if not all(map(home.holds, missing)):
@@ -464,6 +474,7 @@ class FileSync:
         if published is not None and self._home in self._nodes:
             home = self._nodes[self._home].handle
             calls.append(home.call(lambda actor: actor.delete(published)))
+        # A node that is frozen must not hold up the end of the run.
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 await asyncio.gather(*calls, return_exceptions=True)
@@ -486,6 +497,7 @@ class FileSync:
 
         It keeps sampling with its old weights at least until the first file is there.
         """
+        # Engines pause as late as possible, see `load_starts`: until then they sample.
         timed = LoadTimes(await self._starts.wait(name, files))
         loading: list[asyncio.Task[None]] = []
         try:
@@ -514,6 +526,7 @@ class FileSync:
         self._written = []
         changed = 0
         try:
+            # A new actor on this node has another folder: the one that is mapped is gone.
             if self._opened != home.folder:
                 await first.call(
                     lambda trainer: trainer.open_buckets(
@@ -521,11 +534,14 @@ class FileSync:
                     )
                 )
                 self._opened = home.folder
+            # The export is collective: ranks that hold a part of a parameter must send it to the
+            # first.
             assisting = [other.call(lambda rank: rank.assist_export(adapters)) for other in others]
             async for written in first.stream(lambda trainer: trainer.export_weights(adapters)):
                 changed += written.nbytes if written.delta_bytes is None else written.delta_bytes
                 home.checksums[written.bucket.index] = written.checksum
                 self._written.append(written)
+                # `copy_to` and `join` take whatever the trainers have.
                 if self._version is None:
                     self._version = written.policy_version
                 arrivals.put(written)
@@ -546,6 +562,7 @@ class FileSync:
         """Send buckets from `home` to the other nodes as they are written."""
         try:
             nbytes = await transport.transfer(arrivals[home.node_id], home, away, arrivals)
+        # Readers of the streams would wait forever for what is missing.
         except BaseException as error:
             for node in away:
                 arrivals[node.node_id].close(error)
@@ -564,6 +581,7 @@ class FileSync:
         try:
             async for file in self._files(node, arrivals):
                 files.put(file)
+        # Only this node's receivers fail, with this error as the cause.
         except Exception as error:
             files.close(error)
         files.close()
@@ -575,6 +593,7 @@ class FileSync:
             async for written in arrivals:
                 yield WeightFile(node.path(written), written.checksum)
             return
+        # A weight may need any of the adapters, which are small: all of them come first.
         checksums = [written.checksum async for written in arrivals]
         async for file in self._merge(node.node_id, checksums):
             yield file
@@ -606,6 +625,7 @@ class FileSync:
         if self._buckets is None:
             self._buckets = buckets_of(await self.tensor_specs(), self._bucket_bytes)
         known = self._nodes.get(node_id)
+        # Asked once per sync: a node's actor may have died since the last one.
         if known is not None and await known.is_alive():
             return known
         handle = self._spawn(node_id, self._run, self._buckets)

@@ -191,6 +191,7 @@ class ObjectStoreTransport(WeightTransport):
         alive = list(nodes)
 
         async def finish_oldest() -> int:
+            # In order, so that nodes see buckets in the order of the export.
             bucket, task = in_flight.popleft()
             nbytes = await task
             for node in alive:
@@ -198,6 +199,7 @@ class ObjectStoreTransport(WeightTransport):
             return nbytes
 
         async for bucket in written:
+            # Each bucket in flight has a copy in the object store, whose memory is small.
             if len(in_flight) == MAX_IN_FLIGHT:
                 total += await finish_oldest()
             in_flight.append(
@@ -218,13 +220,16 @@ class ObjectStoreTransport(WeightTransport):
         index, nodes = written.bucket.index, list(alive)
         if not nodes:
             return 0
+        # One payload for all nodes: a single read of the bucket and one object in the store.
         delta = all(node.can_patch(written) for node in nodes)
         payload = home.handle.call(lambda actor: actor.read(index, delta))
         outcomes = await asyncio.gather(
             *(
+                # The reference travels, not the bytes: they go from node to node, past the driver.
                 node.handle.call(lambda actor: actor.receive(index, payload.as_argument(), delta))
                 for node in nodes
             ),
+            # A node that dies ends its own stream only.
             return_exceptions=True,
         )
         return sum(
@@ -260,13 +265,16 @@ class DiskTransport(WeightTransport):
         buckets: list[tuple[WrittenBucket, bool]] = []
         files: list[Result[PublishedBucket]] = []
         async for bucket in written:
+            # A version is written once for all nodes, so one that cannot patch makes it whole.
             delta = all(node.can_patch(bucket) for node in nodes)
             buckets.append((bucket, delta))
             index = bucket.bucket.index
+            # One call stays free for polls: without an answer the node would count as frozen.
             if len(files) >= NODE_CALLS - 1:
                 await files[1 - NODE_CALLS]
             files.append(home.handle.call(lambda actor: actor.publish(folder, index, delta)))
         published = await asyncio.gather(*files)
+        # The manifest comes last: a reader that finds it finds all files.
         await home.handle.call(lambda actor: actor.seal(folder, published))
         alive = list(nodes)
         outcomes = await asyncio.gather(
