@@ -96,13 +96,16 @@ class Applier:
         change = {_change(plan.cluster)} if plan.cluster else set()
         change |= {_workload_change(plan.workload)} if plan.workload else set()
         kept = {*wanted, *changes, *change, *map(_deletion, plan.delete)}
+        # Writes of an earlier plan that are not wanted now must not come through later.
         self._slow_writes.keep_only(run.key, kept)
         version = run.metadata.uid, run.metadata.generation
         deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
         for name, manifest in changes.items():
+            # The version is part of its identity: a change of something else starts a new write.
             replaces = run.metadata.generation, manifest["metadata"]["resourceVersion"]
             replace = functools.partial(self._replace, manifest)
             await self._slow_writes.finish(run.key, name, replaces, deadline, replace)
+        # One after the other: the Secret must exist before pods mount it.
         for name, manifest in wanted.items():
             create = functools.partial(self._create, manifest)
             try:
@@ -201,6 +204,7 @@ class Applier:
         current = await self._kube.get(names.KIND, metadata["namespace"], metadata["name"])
         if current is None:
             raise NotFound(metadata["name"])
+        # From the stored status, because the values in memory may be the ones that are refused.
         reduced = without_reports(plan.status, repair_status(current.get("status")))
         return await self._kube.write_status(document, reduced)
 
@@ -217,6 +221,7 @@ class Applier:
         """
         metadata, loop = document["metadata"], asyncio.get_running_loop()
         key, deadline = (metadata["namespace"], metadata["name"]), loop.time() + PATIENCE_SECONDS
+        # After the status is stored: an operator that crashes here repeats what it says.
         errors = await asyncio.gather(*(self._delete(key, item, deadline) for item in plan.delete))
         for event in plan.events:
             await self._report(document, event)
@@ -250,6 +255,7 @@ class Applier:
         try:
             match action:
                 case Submit():
+                    # Before the submission: the driver asks for its settings when it starts.
                     if action.config:
                         await self._head.configure(head, action.config)
                     await self._head.submit(

@@ -84,6 +84,7 @@ class Leadership:
 
     async def attempt(self, now: datetime) -> bool:
         """Try once to acquire or renew the lease. Return True if it is ours."""
+        # Taken before the request, so that the deadline is never too late.
         clock = asyncio.get_running_loop().time()
         self._renewed = False
         try:
@@ -99,6 +100,7 @@ class Leadership:
         self._tell(mine)
         self._renewed = mine
         if mine:
+            # A timer, because a frozen request would leave no one to notice that the time is over.
             self._overdue = asyncio.get_running_loop().call_at(
                 clock + RENEW_DEADLINE_SECONDS, self._tell, False
             )
@@ -111,9 +113,11 @@ class Leadership:
         """Release the lease so that another operator can take over at once."""
         if not self.held.is_set():
             return
+        # First of all: from here on nothing may be written as the leader.
         self._tell(False)
         lease = await self._store.get("Lease", self._namespace, self._name)
         if lease and lease["spec"].get("holderIdentity") == self._identity:
+            # As client-go does: a short duration, for candidates that look only at the time.
             lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
             await self._store.put(lease)
 
@@ -137,6 +141,7 @@ class Leadership:
             return True
         spec = lease["spec"]
         if spec.get("holderIdentity") == self._identity:
+            # With the resourceVersion that was read: of two candidates one gets a conflict.
             await self._store.put({**lease, "spec": {**spec, **ours}})
             return True
         if spec.get("holderIdentity") and not self._expired(spec, now, clock):
@@ -160,6 +165,7 @@ class Leadership:
         duration = float(spec.get("leaseDurationSeconds") or DURATION_SECONDS)
         renewed = spec.get("renewTime")
         seen = (str(spec.get("holderIdentity")), str(renewed))
+        # The lease has moved: its holder lives, and the time counts from now.
         if seen != self._seen:
             self._seen, self._seen_at = seen, clock
         age = (now - datetime.fromisoformat(renewed)).total_seconds() if renewed else 0.0

@@ -150,6 +150,7 @@ class Observer:
         """Ask a head that did not answer at the next look: something has changed."""
         for part in ((run_uid, "job"), (run_uid, "progress")):
             if silence := self._silent.get(part):
+                # One failure is kept: if it stays silent, it is left alone again soon.
                 self._silent[part] = replace(silence, failures=1, until=self._clock())
 
     async def read_objects(
@@ -178,6 +179,7 @@ class Observer:
         )
         kuberay_missing = isinstance(found, errors.NotServed)
         cluster = None if isinstance(found, errors.NotServed) else found
+        # Labels can be removed by anyone who may edit pods; KubeRay's own label stays.
         if cluster is not None and pod_reader.seems_incomplete(pods, cluster):
             pods = await self._with_unlabelled(run, pods)
         children: dict[Child, Manifest | None] = {}
@@ -188,6 +190,8 @@ class Observer:
         )
         needed = not run.status.phase.finished and not run.spec.suspend
         if needed and (cluster is None or not settled):
+            # What no watch reports is read again only after a time: each read is one more request
+            # per look.
             if known:
                 children, fresh = dict(known.children), False
                 missing_code = known.missing_code
@@ -207,6 +211,7 @@ class Observer:
                 children[budget], fresh = known.children[budget], False
             elif cluster is not None:
                 children[budget] = await self._kube.get(budget.kind, namespace, budget.name)
+        # A finished run without a RayCluster has no more use for its claim.
         in_use = not run.status.phase.finished or cluster is not None
         if in_use and Child(resources.CLAIM_KIND, resources.claim_name(run)) not in children:
             children |= await self._lost_claim(run, fresh=asked)
@@ -226,6 +231,7 @@ class Observer:
         )
         if not (needed and self._operator_namespace):
             return observed
+        # Policies from a watch make the whole observation one that may be behind.
         observed = replace(observed, fresh=fresh and asked)
         try:
             return replace(observed, policies=await self._policies(run, fresh=asked))
@@ -269,6 +275,7 @@ class Observer:
             return seen, True
         try:
             kind = workloads.WORKLOAD_KIND
+            # It may exist without our label, which Kueue's users can remove.
             return await self._kube.get(kind, run.metadata.namespace, name), False
         except (errors.NotServed, errors.Denied, errors.WebhookUnavailable) as error:
             return error, False
@@ -283,6 +290,7 @@ class Observer:
             if workload is None and name:
                 found = await self._kube.get(workloads.PRIORITY_KIND, "", name)
                 return QueueObjects(priority=found)
+            # Flavors choose nodes, so they are read when the RayCluster is about to be made.
             if workload is None or not needs_flavors or not workloads.is_admitted(workload):
                 return QueueObjects()
             names = sorted(workloads.flavors_of(workload))
@@ -362,8 +370,10 @@ class Observer:
         submitted_to = Incarnation.parse(job.incarnation) if job else None
         head = (pod_reader.head_name(cluster), submitted_to.pod_uid if submitted_to else None)
         before = self._pods.get(run.metadata.uid)
+        # Whose a pod is depends on its RayCluster: all are resolved again.
         if before is None or before.owner != (owner, cluster_known):
             before = _ResolvedPods((owner, cluster_known), head, (), {}, ())
+        # The same tuple: no pod has changed since the last look.
         if before.labelled is labelled and before.head == head:
             return before.pods
         found = {
@@ -420,6 +430,7 @@ class Observer:
         job, head = run.status.job, await self.head_address(run, objects)
         cluster = observed.child("RayCluster", run.metadata.name)
         if head is None or (cluster is None and not objects.kuberay_missing):
+            # Its head is gone for good; a later one starts with a clean record.
             if run.status.phase in (Phase.SUSPENDED, Phase.QUEUED):
                 self._forget_silence(run.metadata.uid)
             return observed
@@ -434,11 +445,13 @@ class Observer:
             first = names.submission_id(run.metadata.name, uid, 1)
             seen = await self._ask((uid, "job"), lambda: self._head.job(head, first))
             return replace(self._with_news(observed, run, objects), job=seen)
+        # Together, because the slower of the two decides how long the look takes.
         seen, progress = await asyncio.gather(
             self._ask((uid, "job"), lambda: self._head.job(head, job.submission_id)),
             self._ask((uid, "progress"), lambda: self._head.progress(head)),
         )
         if isinstance(progress, Progress):
+            # Before anything is stored or logged: reports of user code may quote secrets.
             progress = _masked(progress)
         return replace(self._with_news(observed, run, objects), job=seen, progress=progress)
 
@@ -499,6 +512,7 @@ class Observer:
 
     async def _read_problem(self, namespace: str, pod: Pod) -> Problem | None:
         denied = self._events_denied.pop(namespace, None)
+        # Each look would otherwise ask again, and log the same refusal.
         if denied and (self._clock() - denied).total_seconds() < DENIED_SECONDS:
             self._events_denied[namespace] = denied
             return None
@@ -523,6 +537,7 @@ class Observer:
         elif self._clock() < before.until or self._suspicious.locked():
             return before.answer
         else:
+            # Many silent heads, as after the loss of a node, must not use up the connections.
             async with self._suspicious:
                 answer = await ask()
         if isinstance(answer, Unreachable):
@@ -582,6 +597,7 @@ class Observer:
                 "which the operator has not made: set spec.authOptions.secretName back",
                 Reason.TOKENS_UNKNOWN,
             )
+        # With a wrong token the head would only say 401, which looks like an attack or a bug.
         if key_id != self._key.id:
             return Unreachable(
                 f"the run's tokens were made with operator key {key_id}, and this operator has key "

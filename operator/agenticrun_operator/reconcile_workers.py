@@ -91,9 +91,11 @@ class ReconcileWorkers:
 
     async def _dispatch(self) -> None:
         while True:
+            # Waits for a free slot without holding it: until then the run waits in the queue.
             async with self._slots:
                 pass
             item = await self._queue.get()
+            # After the queue: a standby takes one run and holds it, all others stay queued.
             await self._leading.wait()
             self._began[item.key] = time.perf_counter()
             name = f"reconcile {'/'.join(item.key)}"
@@ -102,6 +104,7 @@ class ReconcileWorkers:
             worker.add_done_callback(self._ended)
 
     def _ended(self, worker: asyncio.Task[None]) -> None:
+        # A worker that died stays in the set, where `alive` finds it.
         if not worker.cancelled() and worker.exception() is None:
             self._tasks.discard(worker)
 
@@ -111,6 +114,7 @@ class ReconcileWorkers:
                 delay = await self._reconcile_or_back_off(item)
         finally:
             metrics.RECONCILE_SECONDS.observe(time.perf_counter() - self._began.pop(item.key))
+            # Before the delay is added: `done` queues again what changed during the look.
             self._queue.done(item.key)
         if delay is not None:
             self._queue.add_after(item.key, delay * random.uniform(1 - JITTER, 1 + JITTER))
@@ -126,6 +130,7 @@ class ReconcileWorkers:
 
     def _back_off(self, key: Key, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
+        # Errors of the apiserver pass on their own; others are bugs, and repeat slowly.
         unavailable = isinstance(error, errors.ClusterError)
         longest = MAX_UNAVAILABLE_SECONDS if unavailable else MAX_BACKOFF_SECONDS
         delay = times.backoff_seconds(failures, 0.5, longest)
@@ -162,5 +167,6 @@ async def resync(
         except errors.ClusterError as error:
             log.warning("resync: cannot list the runs: %s", error)
             continue
+        # Deleted runs, too: their memory is freed by one more look.
         for key in {*keys, *known_keys()}:
             queue.add(key)

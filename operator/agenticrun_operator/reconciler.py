@@ -205,6 +205,7 @@ class Reconciler:
             return (ended.next_look - self._clock()).total_seconds() if ended.next_look else None
         conflicts = self._conflicts.get(key, 0)
         cached = self._cache.get(key)
+        # A change may be why a silent head answers now, so it is not waited for.
         if cached and item.changed:
             self._observer.ask_again(cached.run.metadata.uid)
         try:
@@ -212,6 +213,7 @@ class Reconciler:
         except errors.Conflict as error:
             self._conflicts[key] = conflicts + 1
             CONFLICTS.inc()
+            # A first conflict is normal: the run was edited while this looked.
             if conflicts:
                 log.info("%s: conflict %d: %s", "/".join(key), conflicts + 1, error)
             return times.backoff_seconds(conflicts, RETRY_SECONDS, MAX_RETRY_SECONDS)
@@ -233,12 +235,14 @@ class Reconciler:
         A look reads it again, if it changes or its time is over.
         """
         cached = self._cache.get(key)
+        # A finished run with pods is still being cleaned up.
         if cached is None or not cached.run.status.phase.finished:
             return
         if self._watched.children_may_exist(key) or cached.deletion_troubles:
             return
         state = RunState(key, cached.run.status)
         next_look = None if delay is None else self._clock() + timedelta(seconds=delay)
+        # Read before `_forget`, which drops the cache.
         version = cached.metadata["resourceVersion"]
         self._forget(key)
         self._ended[key] = _Ended(version, EndedRun.of(state), next_look)
@@ -256,6 +260,8 @@ class Reconciler:
         """
         while True:
             async with self._slots:
+                # Only reading takes a slot: heads and webhooks that are slow must not block other
+                # runs.
                 cached, fresh = await self._look(key, again, fresh)
             if cached is None:
                 return None
@@ -263,6 +269,8 @@ class Reconciler:
                 note_attempt(job.attempt)
             observed = await self._observe(cached)  # other runs are reconciled while this waits
             plan = planning.plan(cached.run, observed, self._clock(), self._images, self._key)
+            # Conditions and numbers may come from a watch that is behind; pods and attempts may
+            # not.
             if fresh or not _acts(plan, cached.run):
                 applied = await self._apply(key, cached, observed, plan)
                 break
@@ -281,12 +289,14 @@ class Reconciler:
         Raises:
             InvalidRun: the run cannot be read.
         """
+        # The same resourceVersion: what was parsed then holds.
         if before and before.metadata == _identity(document):
             return before.run
         run = parse_served(document)
         if self._default_ttl is not None and run.spec.ttl_seconds_after_finished is None:
             ttl = {"ttl_seconds_after_finished": self._default_ttl}
             run = run.model_copy(update={"spec": run.spec.model_copy(update=ttl)})
+        # Someone else has written the status: the stored one counts.
         if before is None or before.status_hash != status_hash:
             return run
         return run.model_copy(update={"status": before.run.status})
@@ -308,18 +318,21 @@ class Reconciler:
                 self._forget(key)
                 return None, True
             metadata, status_hash = _identity(document), _status_hash(document)
+            # Another run of the same name: what is remembered belongs to the deleted one.
             if before and before.metadata["uid"] != metadata["uid"]:
                 self._forget(key)
                 before = None
             try:
                 run = self._read(document, before, status_hash)
             except InvalidRun as error:
+                # Before `_forget`, which forgets that as well.
                 reported = key in self._unreadable
                 self._forget(key)
                 await self._handle_unreadable(key, document, error, reported)
                 return None, True
             self._forget_ended(key)
         known = before if before and not fresh and self._knows_children(before, run) else None
+        # Saves the requests of a run that cannot start here.
         if run.status.phase is Phase.PENDING and self._images.missing_engine(run):
             objects = ObservedObjects({}, (), None)  # nothing can be done for it
         else:
@@ -378,6 +391,7 @@ class Reconciler:
             remembered of the run now. None if the run must be looked at again first.
         """
         run = cached.run
+        # An attempt that Ray forgot in a restart must not run twice on one head.
         if isinstance(plan.job, planning.Submit) and not await self._may_submit(run, plan.job):
             self._cache.pop(key, None)
             return None
@@ -387,6 +401,7 @@ class Reconciler:
                 cached = replace(cached, tokens_sent_at=self._clock())
             if plan.update:
                 cached = replace(cached, policies_changed_at=self._clock())
+        # Planned again with the error, so that the status says what is missing and why.
         except errors.ClusterError as error:
             log.warning("%s: %s", "/".join(key), error)
             plan = planning.plan(run, observed, self._clock(), self._images, self._key, error)
@@ -394,13 +409,7 @@ class Reconciler:
             await self._applier.change_cluster(run, plan)
             if plan.cluster:
                 cached = replace(cached, cluster_changed_at=self._clock())
-        except (
-            errors.Refused,
-            errors.TooLarge,
-            errors.Denied,
-            errors.WebhookUnavailable,
-            errors.KubeUnavailable,
-        ) as error:
+        except _REPORTED as error:
             log.warning("%s: the RayCluster cannot be changed: %s", "/".join(key), error)
             if not isinstance(error, errors.Unanswered):  # else the change is under way
                 refusal = run.metadata.generation, error, self._clock()
@@ -426,18 +435,21 @@ class Reconciler:
         asked = {delete.uid: self._clock() for delete in plan.delete}
         cached = replace(
             cached,
+            # Uids of objects that are gone would pile up.
             deletions=_still_there(cached.deletions, cached) | asked,
             progress=_newest_progress(cached, observed),
         )
         self._cache[key] = cached  # known even if a request below ends this process
         failed = await self._applier.delete_and_report(plan, {"metadata": cached.metadata})
         troubles = self._deletion_troubles(cached, plan, failed)
+        # A new kind of error belongs into the status, which was written before the deletion.
         if any(
             uid not in cached.deletion_troubles
             or type(cached.deletion_troubles[uid].error) is not type(error)
             for uid, error in failed.items()
         ):
             plan = replace(plan, requeue_after=RETRY_SECONDS)  # the status is to say it
+        # Refused deletions are asked for again; unanswered ones may be under way.
         refused = {uid for uid in failed if not isinstance(failed[uid], errors.KubeUnavailable)}
         cached = self._cache[key] = replace(
             cached,
@@ -487,6 +499,7 @@ class Reconciler:
         if error is None:
             return None
         now = self._clock()
+        # Another attempt or another action starts its own count.
         if before and (before.submission_id, before.action) != (submission_id, action):
             before = None
         failures = before.count if before else 0
@@ -497,6 +510,7 @@ class Reconciler:
             message=error,
             count=failures + 1,
             since=before.since if before else now,
+            # Jittered, because one lost node silences the heads of many runs at once.
             retry_at=now + timedelta(seconds=wait * random.uniform(1 - JITTER, 1)),
         )
 
@@ -509,6 +523,7 @@ class Reconciler:
         job = run.status.job
         if job is None or job.submission_id != submit.submission_id:
             return True
+        # The third read of this look; it counts like the others.
         async with self._slots:
             objects = await self._observer.read_objects(run, fresh=True)
         head = Observed(pods=objects.pods).head(run.metadata.uid)
@@ -519,9 +534,11 @@ class Reconciler:
         job = run.status.job
         end_time = ended[1] if job and ended and ended[0] == job.submission_id else None
         refusal = cached.scaling_refusal
+        # The user has changed the run since: the new numbers may be accepted.
         if refusal and refusal[0] != run.metadata.generation:
             refusal = None
         trouble = cached.job_trouble
+        # Trouble with an earlier attempt says nothing about this one.
         if trouble and (job is None or job.submission_id != trouble.submission_id):
             trouble = None
         return replace(
@@ -590,6 +607,7 @@ def _status_hash(document: Manifest) -> int:
 
 def _still_there(deletions: Mapping[str, T], cached: RunCache) -> dict[str, T]:
     """Return what is known of the deletions of objects that still exist."""
+    # Nearly always: no object has to be looked through.
     if not deletions:
         return {}
     objects = cached.objects

@@ -63,6 +63,7 @@ async def running_operator(settings: Settings) -> AsyncIterator[OperatorRuntime]
         connections.push_async_callback(session.close)
         direct = settings.head_access is HeadAccess.DIRECT
         transport: HeadTransport = DirectTransport(session) if direct else ProxyTransport(kube)
+        # Waits for a Secret that another replica, or the chart, may still be making.
         key = settings.key or await wait_for_key(kube, *settings.operator_key_secret.split("/"))
         runtime = OperatorRuntime(settings, kube, RunHead(transport), key)
         try:
@@ -91,6 +92,7 @@ class OperatorRuntime:
         self._watched = WatchedObjects(self._run_changed, self._child_changed)
         self._slow_writes = SlowWrites(self._queue.add)
         self._last_event = time.monotonic()
+        # One semaphore for both: a worker takes a run off the queue only when it could read it.
         slots = asyncio.Semaphore(settings.workers)
         self._reconciler = Reconciler(
             kube,
@@ -119,6 +121,7 @@ class OperatorRuntime:
     async def start(self) -> None:
         """Start all background tasks and serve the pages."""
         settings = self._settings
+        # Before the watches, which enqueue from their first list on.
         self._reconcile_workers.start()
         metrics.QUEUE_LENGTH.set_function(lambda: len(self._queue))
         metrics.QUEUE_OLDEST.set_function(lambda: self._queue.oldest_seconds)
@@ -136,6 +139,8 @@ class OperatorRuntime:
             ),
             *(
                 asyncio.create_task(watch.run(), name=f"watch {watch.name}")
+                # With watchNamespaces the operator has rights in these only, so each has watches of
+                # its own.
                 for namespace in settings.namespaces or (None,)
                 for watch in self._watches(namespace)
             ),
@@ -174,10 +179,12 @@ class OperatorRuntime:
         """Stop all tasks and pages, and release the lease."""
         for task in self._background:
             task.cancel()
+        # Watches and lease first: nothing enqueues or acquires while the workers end.
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._reconcile_workers.stop()
         await self._slow_writes.stop()
         try:
+            # Last: until here this operator may still be writing.
             await self._leadership.release()
         except errors.ClusterError as error:
             log.warning("cannot release the lease: %s", error)
@@ -189,6 +196,7 @@ class OperatorRuntime:
 
     def _run_metrics(self) -> CollectorRegistry:
         """Return the metrics of all runs, if this is the operator that follows them."""
+        # A standby knows runs from its watches, but not their numbers, which would go stale.
         leads = self._leadership.held.is_set()
         return run_registry(self._reconciler.run_states() if leads else [])
 

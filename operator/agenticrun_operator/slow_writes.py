@@ -48,6 +48,7 @@ class Budget:
                 yield
         finally:
             self._users[namespace] -= 1
+            # Namespaces come and go; their semaphores must not stay.
             if not self._users[namespace]:
                 del self._users[namespace], self._namespaces[namespace]
 
@@ -95,15 +96,18 @@ class SlowWrites:
             ClusterError: as `write`.
         """
         writes = self._writes.setdefault(key, {})
+        # What it would write is out of date, and it may never end.
         if name in writes and writes[name].version != version:
             _cancel(writes.pop(name))
         known = writes.get(name)
         if known is None:
+            # Tells a write that waits for its turn from one that the apiserver has not answered.
             sent = asyncio.Event()
             task = asyncio.create_task(self._carry_out(key[0], sent, write))
             known = writes[name] = _Write(version, task, sent)
             left = deadline - asyncio.get_running_loop().time()
             await asyncio.wait({task}, timeout=max(0.0, left))
+            # Only then is a later look needed; a write that is done is reported right here.
             if not task.done():
                 task.add_done_callback(lambda task: task.cancelled() or self._ended(key))
         if not known.task.done():
@@ -116,6 +120,7 @@ class SlowWrites:
                 f"the {name} waits for its turn: the apiserver has not answered "
                 f"{WRITES_PER_NAMESPACE} others in namespace {key[0]}, or {WRITES} in all"
             )
+        # Before `result`, which may raise: a failed write is begun again by the next look.
         writes.pop(name, None)
         known.task.result()
 

@@ -61,6 +61,7 @@ class WatchCache(Generic[T]):
             self._drop(name)
         self._live.add(namespace)
         for item in items:
+            # Puts only what differs: a new list is not a change of every run.
             self.put(item)
 
     def put(self, item: Manifest) -> None:
@@ -70,6 +71,7 @@ class WatchCache(Generic[T]):
         known = self._versions.get(name)
         if known == (version, run):
             return
+        # Its label has changed: the run that had it must learn of it.
         if known and known[1] != run:
             self._drop(name)
         self._versions[name] = version, run
@@ -94,12 +96,14 @@ class WatchCache(Generic[T]):
 
         The same tuple again until one of them changes.
         """
+        # Without a watch an empty answer would mean "deleted".
         if not self._live & {None, run[0]}:
             return None
         found = self._of_run.get(run)
         if found is None:
             kept = self._kept.get(run, {}).values()
             found = tuple([item for item in kept if item is not None])
+            # Runs without objects are not kept, or each deleted run would leave an entry.
             if found:
                 self._of_run[run] = found
         return found

@@ -97,21 +97,29 @@ class Watch:
                 await asyncio.sleep(FIRST_RETRY_SECONDS)  # not in a tight loop
                 continue
             except Exception as error:  # whatever it is, it must not end the watch
+                # Until the watch is back, decisions are made on reads from the apiserver.
                 self._cache.lost(self._namespace)
+                # A broken watch continues from its last version; after any other error the gap is
+                # unknown.
                 if not isinstance(error, errors.WatchBroken):
                     self._version = None
+                # An optional kind, such as Kueue's, may be installed later.
                 if self._optional and isinstance(error, _ABSENT):
                     self._note_absent()
                     await asyncio.sleep(ABSENT_SECONDS)
                     continue
+                # A version that is too old is normal after a long gap: the objects are listed
+                # again.
                 if not isinstance(error, errors.WatchExpired):
                     self._note_down(error)
             delay = times.backoff_seconds(self._failures, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
             self._failures += 1
+            # Jittered: all watches of all namespaces lose the apiserver together.
             await asyncio.sleep(delay * random.uniform(1 - JITTER, 1 + JITTER))
 
     async def _list(self) -> None:
         objects, version = await self._client.list_objects(self._kind, self._namespace, self._label)
+        # The version is set last: if the cache raises, the next try lists again.
         self._cache.listed(self._namespace, objects)
         self._version = version
 
@@ -123,12 +131,15 @@ class Watch:
             self._note_up()
             self._cache.resumed(self._namespace)
             async for kind, item in events:
+                # Only an event shows that the watch works: an apiserver may accept and end it at
+                # once.
                 self._failures = 0
                 self._note_contact()
                 if kind == "DELETED":
                     self._cache.deleted(item)
                 elif kind != "BOOKMARK":
                     self._cache.put(item)
+                # Bookmarks bring newer versions too, so a quiet watch does not expire.
                 self._version = item["metadata"]["resourceVersion"]
 
     def _note_up(self) -> None:

@@ -59,6 +59,7 @@ class WorkQueue:
 
     def add_throttled(self, key: Key, seconds: float) -> None:
         """Report one of many changes: the first is handled at once, the next after `seconds`."""
+        # A thousand pods that start make thousands of events, and one look sees them all.
         if key in self._throttled:
             self._throttled[key] = True
             return
@@ -76,6 +77,7 @@ class WorkQueue:
         due = loop.time() + seconds
         timer = self._timers.get(key)
         if timer is not None:
+            # The earlier time counts: each look plans its own next one.
             if timer.when() <= due:
                 return
             timer.cancel()
@@ -87,6 +89,7 @@ class WorkQueue:
         del self._waiting[key]
         self._handled.add(key)
         changed = key in self._changed
+        # Before the handling: a change that comes during it counts for the next time.
         self._changed.discard(key)
         return Item(key, changed)
 
@@ -98,8 +101,10 @@ class WorkQueue:
             self._enqueue(key)
 
     def _enqueue(self, key: Key) -> None:
+        # The handling to come replaces the delayed one; it will ask for a new delay.
         if timer := self._timers.pop(key, None):
             timer.cancel()
+        # Never twice at once: two looks at one run would race for its status.
         if key in self._handled:
             self._again.add(key)
         elif key not in self._waiting:

@@ -103,6 +103,7 @@ class RunHead:
     async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
         try:
             answer = await self._ray(head, "GET", f"/api/jobs/{submission_id}")
+            # Never submitted, or forgotten when Ray restarted: the caller knows which.
             if answer.status == 404:
                 return NoJob()
             found = _RayJob.model_validate(_json(_ok(answer, "the job API")))
@@ -113,6 +114,7 @@ class RunHead:
         except (errors.HeadUnreachable, ValidationError) as error:
             return Unreachable(f"Ray's job API: {_brief(error)}")
         ended_badly = found.status in ("FAILED", "STOPPED")
+        # Ray appends the log to the message, which would fill the condition.
         message, _, quoted_log = (found.message or "").partition(LOG_IN_MESSAGE)
         return Job(
             status=one_line(found.status, 32),
@@ -137,6 +139,7 @@ class RunHead:
         answer = await self._ray(head, "POST", "/api/jobs/", body)
         if answer.status < 300:
             return
+        # The first answer may have been lost after Ray had taken the job.
         known = await self._ray(head, "GET", f"/api/jobs/{submission_id}")
         if known.status != 200:
             raise errors.HeadUnreachable(
@@ -145,6 +148,7 @@ class RunHead:
 
     async def stop(self, head: HeadAddress, submission_id: str) -> None:
         answer = await self._ray(head, "POST", f"/api/jobs/{submission_id}/stop")
+        # 404: Ray has forgotten the job, so there is nothing left to stop.
         if answer.status not in (200, 404):
             raise errors.HeadUnreachable(
                 f"Ray did not stop the job: status {answer.status}: {_last_line(answer.body)}"
@@ -185,8 +189,10 @@ class RunHead:
         try:
             answer = await self._ray(head, "GET", f"/api/v0/logs/file?{query}", limit=MAX_LOG_BYTES)
             text = _ok(answer, "the log").decode(errors="replace")
+        # The log file is on the head's disk; the quote in the job's message is all that is left.
         except errors.HeadUnreachable:
             text = quoted_log
+        # Masked before it is cut, or half a secret could stay at the beginning.
         return mask_secrets(clean_text(text[-4 * LOG_TAIL_CHARACTERS :]))[-LOG_TAIL_CHARACTERS:]
 
     async def _reporter(
@@ -225,6 +231,8 @@ class RunHead:
     ) -> Response:
         """Send a request with a token to a part of a head that has proved itself."""
         head, who, token, port = to
+        # An IP may belong to another pod by now: a token goes only to a head that proves to have
+        # it.
         if head.proves_itself:
             await self._require_proof(head)
         headers = {names.TOKEN_HEADER: f"Bearer {token}"}
@@ -250,8 +258,10 @@ class RunHead:
             TokenRefused: its proof is wrong.
             HeadUnreachable: there is no answer.
         """
+        # Put back at the end, so that `_drop_old` finds the oldest first.
         known = self._proved.pop(head.identity, None) or _ProvedHead()
         self._proved[head.identity] = known
+        # Job and progress are asked together: one challenge serves both.
         async with known.lock:
             now = self._clock()
             if now < known.holds_until:
@@ -263,6 +273,8 @@ class RunHead:
                 except errors.HeadUnreachable as error:
                     known.refusal, known.refused_at = error, self._clock()
                 else:
+                    # `now` was taken before the challenge, so the proof holds no longer than its
+                    # answer is old.
                     known.refusal, known.holds_until = None, now + PROOF_SECONDS
             if known.refusal:
                 raise type(known.refusal)(*known.refusal.args)
@@ -292,6 +304,7 @@ class RunHead:
             given = Proof.model_validate_json(answer.body).proof
         except ValidationError:
             given = ""
+        # In constant time: the answer may come from an attacker's pod.
         if not hmac.compare_digest(given, wanted):
             raise errors.TokenRefused(
                 f"what answers for pod {head.pod.name} does not have the operator's token: it has "

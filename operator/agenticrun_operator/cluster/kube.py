@@ -117,9 +117,11 @@ async def connect(kubeconfig: Path | None = None) -> client.ApiClient:
             config_file=str(kubeconfig) if kubeconfig else None, client_configuration=settings
         )
     api = client.ApiClient(configuration=settings)
+    # No limit: looks wait for each other in slots, not for connections.
     connector = aiohttp.TCPConnector(
         limit=0, ssl=api.rest_client.ssl_context, keepalive_timeout=IDLE_SECONDS
     )
+    # The official client offers no way to set these; events of large objects need the buffer.
     api.rest_client.pool_manager = aiohttp.ClientSession(
         connector=connector, trust_env=True, read_bufsize=MAX_LINE_BYTES
     )
@@ -179,6 +181,7 @@ class KubeClient:
             auth_settings=["BearerToken"],
         )
         began = time.monotonic()
+        # A dead address must not take the time that a slow answer needs.
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
         try:
             response = await self._api.call_api(*serialized, _request_timeout=limits)
@@ -300,6 +303,7 @@ class KubeClient:
         try:
             answer = await self._api.call_api(*serialized, _request_timeout=timeout)
             async with answer.response as response:
+                # Overload is no reason to list again, which would add to it.
                 if response.status == 429 or response.status >= 500:
                     raise errors.WatchBroken(f"watch {path}: status {response.status}")
                 if response.status != 200:
@@ -325,12 +329,14 @@ class KubeClient:
         force: bool = False,
         propagation: Propagation = "Background",
     ) -> None:
+        # The uid guards against the deletion of a new object with the old one's name.
         options: dict[str, Any] = {"propagationPolicy": propagation, "preconditions": {"uid": uid}}
         if force:
             options["gracePeriodSeconds"] = 0
         path = object_path(kind, namespace, name)
         try:
             await self._request("DELETE", path, body=options, limits=_REPEATED_WRITE)
+        # Gone, or another object by now: either way this one is deleted.
         except (errors.NotFound, errors.NotServed, errors.Conflict):
             return
 
@@ -349,6 +355,7 @@ class KubeClient:
             try:
                 return await self._apply(f"{path}/status", body)
             except (errors.Refused, errors.KubeUnavailable) as error:
+                # Operators are upgraded before CRDs: one field less is better than no status.
                 if not _drop_undeclared(fields, str(error)):
                     raise
                 if not self._told_of_old_crd:
@@ -444,6 +451,7 @@ class KubeClient:
             try:
                 answer = await self.raw(method, path, timeout=limit, **arguments)
                 break
+            # The connection may be dead without an error; the next try uses another one.
             except errors.Unanswered as error:
                 log.info("%s; sent again", error)
         else:
@@ -481,6 +489,7 @@ async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
     async for chunk in response.content.iter_chunked(65_536):
         content += chunk
         if len(content) > limit:
+            # The rest stays unread, so the connection cannot be used again.
             response.close()
             raise errors.AnswerTooLong(f"the answer has more than {limit} bytes")
     return bytes(content)
@@ -544,6 +553,7 @@ def _read_answer(response: Response, request: str) -> Manifest:
     try:
         answer = json.loads(response.body)
     except ValueError as error:
+        # The apiserver's own 404 for an unknown path is plain text.
         if response.status == 404 and " /apis/" in request:
             raise errors.NotServed(
                 f"{request}: the apiserver does not serve this resource"
@@ -587,9 +597,11 @@ def _error(status: int, answer: Any, request: str) -> errors.ClusterError:
     details = answer if isinstance(answer, dict) else {}
     message = clean_text(str(details.get("message") or f"{request}: status {status}"))
     subject = details.get("details") or {}
+    # Before the status, which a policy may choose freely.
     if _BY_POLICY.search(message):
         return errors.Denied(message)
     if status == 404:
+        # The kind in the details says what is missing: the object, its namespace, or the whole API.
         missing = {None: errors.NotServed, "namespaces": errors.NamespaceGone}
         return missing.get(subject.get("kind"), errors.NotFound)(message)
     if status == 403:
@@ -602,6 +614,7 @@ def _error(status: int, answer: Any, request: str) -> errors.ClusterError:
     if status == 409 and details.get("reason") == "AlreadyExists":
         return errors.AlreadyExists(message)
     known = _BY_STATUS.get(status)
+    # etcd, webhooks and server-side apply answer 500 for what is wrong with the request.
     if status >= 500:
         known = next((error for words, error in _OF_500 if words.search(message)), None)
     return (
