@@ -44,8 +44,10 @@ class ForkServer:
     def __init__(self, command: Sequence[str], timeout: float | None, **options: Any) -> None:
         import subprocess  # not at the top: the server does not need it
 
+        # Packets keep their borders: each request is one message, with its files.
         self._control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(timeout)
+        # Closed here, so that the server sees the end of the client.
         with other_end:
             self.process: subprocess.Popen[bytes] = subprocess.Popen(
                 command, stdin=other_end.fileno(), **options
@@ -61,6 +63,7 @@ class ForkServer:
             OSError: the server is dead, or hangs.
         """
         call, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # On an error the caller gets no socket, so it is closed here.
         with contextlib.ExitStack() as failed, other_end:
             failed.enter_context(call)
             socket.send_fds(self._control, [bytes([len(files) + 1])], [*files, other_end.fileno()])
@@ -107,8 +110,10 @@ def serve(control: int) -> list[int]:
                     request, handed, _, _ = socket.recv_fds(
                         client, 1, MOST_FILES, socket.MSG_CMSG_CLOEXEC
                     )
+                # The client is gone without closing: the same as its end.
                 except ConnectionError:
                     request = b""
+                # Children die with the server; killing them here also ends their process groups.
                 if not request:
                     signal.set_wakeup_fd(-1)
                     for pid in calls.values():
@@ -116,6 +121,7 @@ def serve(control: int) -> list[int]:
                     sys.exit()
                 child = _fork(handed, request[0])
                 if child == 0:
+                    # A child that keeps them would hold calls of others open.
                     for own in (woken, wake, handed[-1], *calls):
                         os.close(own)
                     client.close()
@@ -126,8 +132,10 @@ def serve(control: int) -> list[int]:
             elif fd == woken:
                 os.read(woken, 4096)
                 for call, status in _ended(calls):
+                    # The client may have shut the call down already.
                     with contextlib.suppress(KeyError):
                         events.unregister(call)
+                    # The client may no longer read.
                     with contextlib.suppress(OSError):
                         os.write(call, str(status).encode())
                     os.close(call)
@@ -140,6 +148,7 @@ def _fork(handed: list[int], expected: int) -> int | None:
     """Return the child's process id, 0 in the child, or None if there is no child."""
     parent = os.getpid()
     try:
+        # The kernel drops files that exceed the limit of the server, without an error.
         if len(handed) != expected:
             raise OSError("too many open files")
         pid = os.fork()
@@ -149,9 +158,12 @@ def _fork(handed: list[int], expected: int) -> int | None:
             os.close(fd)
         return None
     if pid == 0:
+        # First in the child: it must not outlive the server, whatever happens next.
         libc.prctl(PR_SET_PDEATHSIG, *(ctypes.c_ulong(n) for n in (signal.SIGKILL, 0, 0, 0)))
+        # The server died before the signal was set, so it will never come.
         if os.getppid() != parent:
             os._exit(1)
+        # So that everything the child starts can be killed as a group.
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -165,6 +177,7 @@ def _ended(calls: dict[int, int]) -> Iterator[tuple[int, int]]:
     """Remove calls that have ended; yield their sockets, and exit statuses as in `subprocess`."""
     sockets = {pid: call for call, pid in calls.items()}
     while sockets:
+        # WNOWAIT: the pid must stay taken until its group is killed.
         found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is None:
             return

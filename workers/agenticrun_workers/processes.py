@@ -35,6 +35,7 @@ def direct(environment: Mapping[str, str], hosts: Iterable[str] = LOOPBACK) -> d
         change.
     """
     proxies = ("http_proxy", "https_proxy", "all_proxy")
+    # Both spellings exist, and programs read either.
     listed = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
     if listed == "*" or not any(environment.get(n) or environment.get(n.upper()) for n in proxies):
         return {}
@@ -87,6 +88,8 @@ def end_families(
     """
     known, began = set(processes), time.monotonic()
     while living := families(known):
+        # Children of a process that has ended have another parent: they are only found while it
+        # lives.
         known |= living
         waited = time.monotonic() - began
         if waited > patience + kill_seconds:

@@ -119,6 +119,7 @@ class Folder:
         """
         name = f".write-test-{uuid.uuid4().hex}"
         try:
+            # A unique name, because other processes may test the same folder.
             self.write(name, b"")
             self.remove(name)
         except Exception as error:
@@ -132,9 +133,11 @@ class Folder:
 
     def write(self, name: str, data: bytes) -> FileEntry:
         """Write a whole file at once. No reader sees a part of it, and it survives a crash."""
+        # Object storage shows an object only when it is whole.
         if self.local_path is None:
             self._fs.pipe_file(self._at(name), data)
             return FileEntry(len(data), zlib.crc32(data))
+        # Written beside it and renamed: a reader sees the old file or the new one.
         with self.create(f"{name}.tmp") as file:
             file.write(data)
         self.rename(f"{name}.tmp", name)
@@ -158,6 +161,7 @@ class Folder:
                 yield (writer := ChecksumWriter(raw))
                 writer.flush()
                 os.fsync(raw.fileno())
+            # The name of a new file is not durable by fsync of the file.
             _sync_folder(path.parent)
         else:
             with self._fs.open(self._at(name), "wb") as raw:
@@ -176,11 +180,13 @@ class Folder:
             raw = self._fs.open(self._at(name), "rb")
         except FileNotFoundError as error:
             raise DamagedFile(f"{self.uri}/{name}", "is missing") from error
+        # Remote files are read once: checksum and use would otherwise be two downloads.
         with raw, nullcontext() if self.local_path else tempfile.TemporaryFile() as download:
             found = _entry_of(raw, download)
             if found != entry:
                 raise DamagedFile(f"{self.uri}/{name}", _difference(found, entry))
             file: IO[bytes] = download or raw
+            # Only after the whole file was compared: nothing damaged is ever used.
             file.seek(0)
             yield file
 
@@ -259,6 +265,7 @@ class ChecksumWriter:
         return FileEntry(self._size, self._crc32)
 
     def write(self, data: Any, /) -> int:
+        # Bytes, whatever the items are: torch passes arrays of other types.
         view = memoryview(data).cast("B")
         self._raw.write(view)
         self._size += len(view)

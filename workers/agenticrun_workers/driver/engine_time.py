@@ -107,8 +107,11 @@ class EngineTime:
                 then, before = known
                 there = now - max(then, self._part.began)
             else:
+                # A new engine, or one that restarted: its counters began at zero.
                 before = _at_its_start(stats)
                 since = now - self._part.read_at
+                # It may have started at any time since the last reading, but computed at least this
+                # long.
                 there = min(stats.busy_seconds, since) if self._newest else since
             self._part.there += stats.seats * there
             self._part.busy += stats.seats * min(stats.busy_seconds - before.busy_seconds, there)
@@ -131,6 +134,7 @@ class EngineTime:
             for engine, (then, _) in self._newest.items()
             if then < self._part.read_at
         )
+        # Slow ones may still answer, and their counters would otherwise count twice.
         too_many = len(silent) - REMEMBERED * self._most_wanted
         for _, engine in silent[: max(too_many, 0)]:
             self._old_seats.append(self._newest.pop(engine)[1].seats)
@@ -157,8 +161,10 @@ class EngineTime:
         )
         seats_before, self._seats = self._seats, self._wanted_seats()
         # Some of the leaving engines may have computed until a moment ago.
+        # Nothing is wanted, or no time has passed.
         if whole := max(seats_before, self._seats) * seconds:
             there, busy = min(self._part.there / whole, 1.0), self._part.busy / whole
+            # Readings of several clocks: rounding must not push the sum over 1.
             weights = min(self._part.sync_idle / whole, there - busy)
             without = (
                 self._episodes.idle_seconds

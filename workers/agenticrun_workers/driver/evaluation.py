@@ -89,6 +89,7 @@ class Validator:
         envs = self._pipeline.val_envs
         assert envs is not None
         tags = tag_cycle(envs.shares())
+        # Counted in groups, as `valEnvs.groups` is.
         running = asyncio.Semaphore(envs.groups)
 
         async def play(group: int) -> list[EpisodeResult]:
@@ -189,6 +190,7 @@ SUMMARIZED = ("success", "score", "turns", "response_length")
 def _of_tag(tag: str, played: list[EpisodeResult], ks: Sequence[int]) -> TagResult:
     won: dict[tuple[int, int], bool] = defaultdict(bool)
     for result in played:
+        # Several trajectories of one episode: it succeeded if one of them did.
         won[result.key.group, result.key.member] |= result.metrics.get("success", 0.0) > 0
     levels: dict[int, list[bool]] = defaultdict(list)
     for (group, _), succeeded in won.items():

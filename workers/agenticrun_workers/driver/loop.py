@@ -222,9 +222,11 @@ class Loop:
             batch = await self._roll_out()
             metrics = await self._train(batch)
         self._step += 1
+        # Logged before it is saved: a resumed run must not miss the metrics of a step it has.
         await self._log(batch, metrics)
         await self._save_if_due()
         await self._begin_or_end_trace()
+        # Last: a run that a guard ends has logged and saved the step that tripped it.
         self._guards.enforce()
 
     async def _begin_or_end_trace(self) -> None:
@@ -234,6 +236,7 @@ class Loop:
     async def _has_steps(self) -> bool:
         """Take changed settings over, and return True if there are steps left."""
         config = self._parts.requests.config
+        # The pools' numbers are in the same message; they are followed elsewhere.
         if config is not None and config.generation > self._parts.progress.generation:
             self._pipeline = config.applied_to(self._pipeline)
             self._guards.configure(self._pipeline.guards)
@@ -261,6 +264,7 @@ class Loop:
             return
         try:
             await self._parts.trainers.stretch_schedules(self._step, max_steps)
+            # Only if it succeeded: the checkpoint says what the schedules were made for.
             self._schedule = plan
         except ScheduleEnded as error:
             self.early_end = (
@@ -280,6 +284,7 @@ class Loop:
         steps = self._pipeline.warmup.steps if self._pipeline.warmup else 0
         done = 0
         with span("warmup"):
+            # A stop request must end the warm-up's episodes before the actors end.
             async with aclosing(self._parts.warmup.steps()) as taken:
                 while (metrics := await self._guarded(_next(taken))) is not None:
                     done += 1
@@ -294,6 +299,7 @@ class Loop:
         if self._parts.validator.enabled:
             with span("random_baseline"):
                 self._baselines = await self._guarded(self._parts.validator.random_baseline())
+        # From here on a checkpoint is a state that training can resume from.
         self._fresh = False
 
     async def _sync_weights_if_due(self) -> None:
@@ -301,11 +307,14 @@ class Loop:
         due = self._step % self._pipeline.model_update_frequency == 0 or self._parts.validator.due(
             self._step
         )
+        # The engines of a new attempt have no weights, whatever the interval says.
         if self._synced is None or (due and self._synced != self._step):
             # The time until a pod is removed is for the save, and its node's engines leave as well.
             self._parts.requests.check_stop()
             with self._stopwatch.phase("sync"):
                 await self._trainers_compute()
+                # With shared devices the trainers leave when all is written, and the engines come
+                # back.
                 handover = self._parts.devices.to_engines if self._parts.devices else None
                 async with self._engine_time.syncing():
                     self._sync = await self._parts.engines.update_weights(
@@ -314,6 +323,8 @@ class Loop:
             first, self._synced = self._synced is None, self._step
             if first and self._parts.parity:
                 await self._guarded(self._parts.parity.sample())
+                # With shared devices the engines have them now: the trainers compare in the next
+                # step.
                 if not self._parts.devices:
                     await self._check_parity()
 
@@ -337,6 +348,7 @@ class Loop:
             results = await self._guarded(self._parts.validator.run())
         metrics = validation_metrics(results)
         self._parts.samples.write(self._step, results, validation=True)
+        # Before the first RL step: what the warm-up alone has taught.
         if self._step == 0:
             self._baselines |= warmup_success(metrics)
         self.last_validation = metrics
@@ -352,6 +364,7 @@ class Loop:
     async def _roll_out(self) -> Batch:
         self._parts.progress.activity(Activity.ROLLOUT)
         assert self._synced is not None
+        # `synced`, not `step`: between two syncs the engines have an older policy.
         self._parts.rollout.advance(self._step, self._synced)
         with self._stopwatch.phase("rollout"):
             batch = await self._guarded(self._parts.rollout.batch())
@@ -371,6 +384,7 @@ class Loop:
         groups = select_groups(self._pipeline, batch.groups)
         learned = await self._training_step.train(groups, self._step + 1)
         with self._stopwatch.phase("train"):
+            # After the last optimizer step, which reads the trajectories from the stores.
             await self._parts.actors.discard(batch.results)
         metrics = {**rollout_metrics(batch, self._step), **learned}
         metrics["group/filtered"] += len(batch.groups) - len(groups)
@@ -386,6 +400,7 @@ class Loop:
         metrics |= sync_metrics(self._sync, lora=self._pipeline.actor_train.lora is not None)
         if self._parts.devices:
             metrics["system/handovers"] = float(self._parts.devices.handovers)
+        # A step without a sync must not report the last one again.
         self._sync = None
         metrics["rollout/aborted_tokens"] += engines.pop("rollout/aborted_tokens")
         metrics |= engines | await self._parts.actors.metrics()
@@ -407,6 +422,7 @@ class Loop:
     async def _save_if_due(self) -> None:
         asked = self._parts.requests.take_checkpoint()
         every = self._pipeline.save_steps
+        # The last step is saved by `run`, after validation.
         if asked or (every and self._step % every == 0 and self._step < self._pipeline.max_steps):
             await self._save()
 
@@ -414,7 +430,9 @@ class Loop:
         if self._parts.checkpoints is None:
             return
         self._parts.progress.activity(Activity.CHECKPOINT)
+        # Ranks save from their devices.
         await self._trainers_compute()
+        # Taken before the save, while no batch is being served.
         position = self._parts.rollout.position
         state = DriverState(
             step=self._step,

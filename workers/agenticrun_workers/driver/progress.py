@@ -114,6 +114,7 @@ class ProgressReporter:
         now = time.monotonic()
         self._step_times.append(now)
         times = list(self._step_times)
+        # The last validation stays visible between validations.
         lasting = {
             name: value for name, value in self._progress.metrics.items() if name.startswith("val/")
         }
@@ -144,6 +145,7 @@ class ProgressReporter:
         await self._sink.finish(self._progress)
 
     def _change(self, **changes: object) -> None:
+        # Numbered, because posts may arrive twice or late: the reporter keeps the highest.
         changes |= {"sequence": self._progress.sequence + 1, "time": rfc3339(time.time())}
         self._progress = self._progress.model_copy(update=changes)
         self._sink.update(self._progress)
@@ -165,6 +167,7 @@ def headline_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     )
     seen: Counter[int] = Counter()
     order: list[tuple[bool, int, str]] = []
+    # The first few names of each rank, then the next: one kind alone cannot fill the snapshot.
     for rank, name in fits:
         seen[rank] += 1
         order.append((seen[rank] > PER_RANK, rank, name))
@@ -206,6 +209,7 @@ class Requests:
         The first answer only sets the baseline: it counts the checkpoints requested of earlier
         attempts.
         """
+        # The first cause stays: it decides whether the attempt counts as disrupted.
         if commands.stop and not self.stop.is_set():
             self._leaving_pod = commands.leaving_pod
             self.stop.set()
@@ -239,6 +243,7 @@ class Requests:
             StopRequested: before `work` was done.
         """
         if self.stop.is_set():
+            # A coroutine that is never awaited would be reported as a mistake.
             work.close()
             self.check_stop()
         task = asyncio.create_task(work)
@@ -259,4 +264,5 @@ class Requests:
         finally:
             for pending in (task, stop):
                 pending.cancel()
+            # Waited for, so that nothing of `work` runs while the caller saves.
             await asyncio.gather(task, stop, return_exceptions=True)

@@ -112,6 +112,7 @@ class TrainingStep:
             credits = self.credit(results, scored.kl)
         with self._stopwatch.phase("train"):
             advantages = await self._trainers.compute_advantages(credits)
+            # On pods of its own, the critic trains while the policy does.
             critic_metrics, actor_metrics = await asyncio.gather(
                 self._trainers.train_critic(advantages.value_targets),
                 self._trainers.train_actor(version, update=version > self._pipeline.critic_warmup),
@@ -130,6 +131,7 @@ class TrainingStep:
     ) -> TurnCredits:
         """Return the credit of each turn, and keep the moments of the scores."""
         credits = credit_turns(self._pipeline, results, kl, self._kl.coef, self._running)
+        # A copy, because it goes into checkpoints.
         self._running = dict(credits.running)
         metrics: Metrics = {}
         for tag, moments in self.reward_moments.items():
@@ -166,6 +168,7 @@ def most_uncertain(groups: tuple[Group, ...], count: int) -> tuple[Group, ...]:
     StarPO-S (Wang et al. 2025, arXiv 2504.20073).
     """
     spread = [float(np.std([result.score for result in group.results])) for group in groups]
+    # By index where spreads are equal, so that the choice is the same in every run.
     chosen = sorted(range(len(groups)), key=lambda index: (-spread[index], index))[:count]
     return tuple(groups[index] for index in sorted(chosen))
 

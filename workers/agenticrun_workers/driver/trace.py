@@ -114,8 +114,10 @@ class TraceSession:
     async def _begin(self, request: TraceRequest) -> None:
         actors = dict(self._actors())
         notes: list[str] = []
+        # Clocks are read before and after, because they drift apart during the recording.
         clocks = await self._of_all(actors, _clock_of, notes)
         share = min(MAX_SPANS_EACH, MAX_SPANS // (len(actors) + 1))
+        # A process whose clock cannot be read cannot be placed in time.
         recorded = {name: actors[name] for name in clocks}
         self.recorder.begin(share)
         await self._of_all(
@@ -129,10 +131,12 @@ class TraceSession:
         async with self._ending:
             if self._session is not session:  # the request was withdrawn at the same time
                 return
+            # The watcher itself may be the one that ends the session.
             if session.watcher is not None and session.watcher is not asyncio.current_task():
                 session.watcher.cancel()
             try:
                 trace = await self._collect(session)
+                # In the background: a large trace takes seconds to write.
                 self._writing = asyncio.create_task(self._write(trace, session))
             except Exception as error:
                 await self._fail(session.request, error)
@@ -184,6 +188,7 @@ class TraceSession:
         """Say why there is no trace, and end all recordings."""
         log.error("no trace: %s: %s", type(error).__name__, error, exc_info=error)
         self.recorder.end()
+        # Recorders that are left on would slow down every later step.
         await self._of_all(dict(self._actors()), _recording_of, [])
         try:
             request.fail(f"{type(error).__name__}: {error}")

@@ -357,7 +357,7 @@ class EnginePool:
                 if self._start_engine is not None:
                     await self._start_engine(handle, slot.number)
                 death = await self._join(engine_id, handle)
-        # Also if the start is cancelled: an actor that no one holds would keep its GPUs.
+        # A cancelled start, too: an actor that no one holds would keep its GPUs.
         except BaseException:
             handle.kill()
             raise

@@ -109,6 +109,8 @@ class ActorHandle(ABC, Generic[A_co]):
             raise ActorUnavailable(
                 f"the actor has not answered for {seconds:.0f} s: it is frozen or out of reach"
             ) from None
+        # Ray says that for a broken connection, too: the pool must not use an actor it has
+        # replaced.
         except ActorUnavailable:
             self.kill()
             raise
@@ -148,6 +150,7 @@ _RECORDER: Any = _Recorder()
 
 
 def _record(method: Callable[[Any], Any]) -> Invocation:
+    # The lambda runs on a stand-in, so that mypy checks the call and Ray gets a plain record.
     call = method(_RECORDER)
     if not isinstance(call, Invocation):
         raise TypeError(f"the lambda of a call must call one method of the actor, not make {call}")

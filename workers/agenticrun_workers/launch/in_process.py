@@ -70,6 +70,7 @@ class InProcessLauncher(Launcher):
             return cls(*args, **kwargs)
 
         name = getattr(cls, "__name__", "actor")
+        # An actor that has ended gives its GPUs back, like a process.
         self._actors = [each for each in self._actors if not each.ended]
         taken = {gpu for each in self._actors for gpu in each.node.gpus}
         free = (gpu for gpu in map(str, count()) if gpu not in taken)
@@ -100,10 +101,12 @@ class InProcessLauncher(Launcher):
 
     def close(self) -> None:
         """Kill all actors, and wait until their threads have ended."""
+        # All begin to end before any is waited for: they end side by side.
         for actor in self._actors:
             actor.kill("its launcher was closed")
         for actor in self._actors:
             for thread in actor.threads:
+                # Never started, if the actor died before its object was made.
                 if thread.ident is not None:
                     thread.join(END_SECONDS)
         self._actors.clear()
@@ -128,6 +131,7 @@ class InProcessResult(Result[T_co]):
 
     def set(self, value: Any) -> None:
         with self._lock:
+            # The actor may be killed while its method returns.
             if not self._future.done():
                 self._future.set_result(value)
 
@@ -196,6 +200,7 @@ class _Stream:
         await self.end
 
     def _send(self, item: tuple[Any] | None) -> None:
+        # The reader is gone with its event loop; the generator runs to its end.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
@@ -219,6 +224,7 @@ class _Job:
 
     def fail(self, error: BaseException) -> None:
         """Fail the call with what its method raised."""
+        # The caller must not take the death of another actor for that of this one.
         self.result.fail(OtherActorDied(str(error)) if isinstance(error, ActorDied) else error)
 
     @property
@@ -265,6 +271,7 @@ class _Actor:
         with self._lock:
             if self._death is None:
                 self._open.add(job)
+        # Outside the lock, because failing a result runs callbacks of any kind.
         if self._death is not None:
             job.result.fail(self._death)
             return
@@ -277,6 +284,7 @@ class _Actor:
             if self._death is not None:
                 return
             self._death = ActorDied(f"{self._name} died: {reason}")
+            # A copy: each result that fails takes its job out of the set.
             jobs = list(self._open)
         for job in jobs:
             job.result.fail(self._death)
@@ -292,12 +300,14 @@ class _Actor:
         """Make the object. The actor dies, and None is returned, if that fails."""
         try:
             return self._make()
+        # Like a process whose constructor raises: the actor is dead, and its caller retries.
         except BaseException as error:
             log.exception("%s could not be made", self._name)
             self.kill(f"it could not be made: {type(error).__name__}: {error}")
             return None
 
     def _failed(self, job: _Job, error: BaseException) -> None:
+        # A bare CancelledError would look like a cancellation of the caller.
         if isinstance(error, asyncio.CancelledError):
             job.fail(RuntimeError(f"{job.call.method} of {self._name} was cancelled"))
         elif isinstance(error, Exception):
@@ -338,9 +348,11 @@ class _SyncActor(_Actor):
     def _work(self) -> None:
         if threading.current_thread() is self.threads[0]:
             self._target = self._made()
+            # Only now, because they must not find an actor without its object.
             for other in self.threads[1:]:
                 other.start()
         while (job := self._jobs.get()) is not None:
+            # Calls that were queued before the kill have failed already.
             if self._death is None:
                 self._run(job)
         if threading.current_thread() is self.threads[0]:
@@ -426,12 +438,15 @@ class _AsyncActor(_Actor):
                     await asyncio.wait_for(closing, END_SECONDS)
             except Exception:
                 log.exception("%s could not be closed", self._name)
+        # After `close`, which may need its own background tasks.
         await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
 
     async def _run(self, job: _Job) -> None:
         async with self._room:
             try:
                 for result in job.results:
+                    # Before the method starts, as Ray does: it must not block the loop on another
+                    # actor.
                     await result
                 answer = job.run(self._target)
                 if inspect.isawaitable(answer):

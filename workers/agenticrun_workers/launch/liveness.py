@@ -91,6 +91,7 @@ async def enough_of(starts: Sequence[asyncio.Future[T]], needed: int) -> set[asy
     waiting = set(starts)
     try:
         while waiting:
+            # With enough of them, each one more gets its own JOIN_SECONDS.
             enough = len(starts) - len(waiting) >= needed
             done, waiting = await asyncio.wait(
                 waiting,
@@ -98,6 +99,7 @@ async def enough_of(starts: Sequence[asyncio.Future[T]], needed: int) -> set[asy
                 return_when=asyncio.FIRST_COMPLETED,
             )
             for start in done:
+                # Raises the first error: a wrong setting would fail all others in the same way.
                 start.result()
             if not done:
                 break

@@ -74,6 +74,7 @@ def _remote_class(cls: Any) -> Any:
     One for all actors of the class: every process that holds a handle keeps the class of its actor
     forever, so one for each actor would be a leak.
     """
+    # Static, because `getattr` would run properties of the class.
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     own = {
         name: _sending(method)
@@ -95,6 +96,7 @@ def _sending(method: Any) -> Any:
     def answer(result: Any) -> Any:
         if not is_packed(method):
             return result
+        # `call_pair` splits the tuple into two results, so each half is a block of its own.
         return tuple(map(Block, result)) if isinstance(result, tuple) else Block(result)
 
     wrapper: Any
@@ -102,6 +104,7 @@ def _sending(method: Any) -> Any:
 
         async def wrapper(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
             with _clean_errors():
+                # A caller that leaves early must end the generator of the actor, too.
                 async with aclosing(method(*args, **kwargs)) as items:
                     async for item in items:
                         yield item
@@ -140,6 +143,7 @@ def _clean(error: Exception) -> Exception:
     if _is_utf8(error):
         return error
     part: BaseException | None = error
+    # Causes can form a circle.
     seen: set[int] = set()
     while part is not None and id(part) not in seen:
         seen.add(id(part))
@@ -169,10 +173,12 @@ def ray_options(options: ActorOptions) -> dict[str, Any]:
     An actor takes none of Ray's CPUs, because Kubernetes sizes the pods. The pods of a role offer
     the resource of its name.
     """
+    # No restarts by Ray: a new actor needs settings and weights that only the driver has.
     chosen: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
     if options.role is not None:
         chosen |= {"num_gpus": options.gpus, "resources": {options.role.value: 1.0}}
     if options.node_id is not None:
+        # Hard: an actor elsewhere would not reach the shared memory or the GPUs that it is for.
         chosen["scheduling_strategy"] = NodeAffinitySchedulingStrategy(options.node_id, soft=False)
     if options.max_concurrency is not None:
         chosen["max_concurrency"] = options.max_concurrency
@@ -194,6 +200,7 @@ class RayHandle(ActorHandle[A_co]):
     @override
     def kill(self) -> None:
         """Ray ends the process some time later, and until then it could still take calls."""
+        # First: calls from now on must not reach a process that is still ending.
         self._killed = True
         ray.kill(self._actor)
 
@@ -212,6 +219,7 @@ class RayHandle(ActorHandle[A_co]):
     def _send(self, call: Invocation, num_returns: int | str | None = None) -> Any:
         def sendable(argument: Any) -> Any:
             if isinstance(argument, KilledResult):
+                # Raises ActorDied here, as the call would have.
                 argument.wait()
             if isinstance(argument, RayResult):
                 return argument._ref
@@ -287,6 +295,7 @@ def _raise_ours(error: RayError) -> NoReturn:
     got a failed result as an argument raises one around another.
     """
     if isinstance(error, RayTaskError):
+        # One layer for each actor that the error has come through.
         cause: BaseException = error
         while isinstance(cause, RayTaskError):
             cause = cause.cause
@@ -295,6 +304,7 @@ def _raise_ours(error: RayError) -> NoReturn:
         raise cause from error
     if isinstance(error, ActorUnavailableError):
         raise ActorUnavailable(str(error)) from error
+    # The node of the actor may be lost, too.
     if isinstance(error, RayActorError | ActorUnschedulableError):  # or its node is lost
         raise ActorDied(str(error)) from error
     raise error
