@@ -140,6 +140,7 @@ class LoadMeter:
         Args:
             generated: tokens that the engine has sampled so far.
         """
+        # Nothing is measured yet.
         if not (seconds := self.seat_seconds):
             return STREAM_TOKENS
         return max(STREAM_TOKENS, round(STREAM_SECONDS * generated / seconds))
@@ -151,6 +152,7 @@ class LoadMeter:
 
     def poll_kv_tokens(self, tokens: int) -> None:
         """Record the number of tokens in the KV cache. Each that is added was computed."""
+        # Only growth counts: tokens that leave the cache were computed, too.
         self._kv_growth += max(0, tokens - (self._kv_tokens or 0))
         self._kv_tokens = tokens
 
@@ -160,6 +162,7 @@ class LoadMeter:
         Args:
             counted: tokens that the engine has counted otherwise.
         """
+        # Without the cache's numbers a stuck engine cannot be distinguished from a prefilling one.
         if self._unreadable or self._kv_tokens is None:
             return None
         return counted + self._kv_growth
@@ -167,6 +170,7 @@ class LoadMeter:
     def _count(self) -> None:
         """Add the time since the last change."""
         now = time.perf_counter()
+        # Time in which it waits for weights is the sync's, not the engine's.
         if not self._held:
             self._busy_seconds += (now - self._changed) * (self._running > 0)
             self._seat_seconds += (now - self._changed) * min(self._running, self.seats)
@@ -289,6 +293,7 @@ class SampledTokens:
             OverflowError: a token does not fit into 32 bits.
         """
         first, size = len(self.tokens), len(self.tokens) + len(tokens)
+        # A server that lost some would shift all later log-probs by one.
         if len(logprobs) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens with {len(logprobs)} log-probs")
         versions_T = np.full(size, -1)

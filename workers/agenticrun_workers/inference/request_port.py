@@ -154,6 +154,7 @@ async def connect(address: Address, name: str) -> Frames:
         writer.close()
         raise
     encoded = name.encode()
+    # The secret comes first, so that a stranger is refused before anything is parsed.
     writer.write(address.secret + len(encoded).to_bytes(LENGTH_BYTES, "big") + encoded)
     return Frames(reader, writer)
 
@@ -209,6 +210,8 @@ class RequestPort:
         """Return the address. The first call begins to listen."""
         async with self._opening:
             if self._server is None:
+                # Port 0: the kernel chooses a free one, and the actor's handle carries it to
+                # clients.
                 self._server = await asyncio.start_server(self._serve, self._host, 0)
         return Address(self._host, self._server.sockets[0].getsockname()[1], self._secret)
 
@@ -218,6 +221,7 @@ class RequestPort:
             self._server.close()
         for writer in self._connections.values():
             writer.close()
+        # Closed writers end the readers; their tasks abort what is in flight.
         await asyncio.gather(*self._connections)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -247,6 +251,7 @@ class RequestPort:
         finally:
             telling.cancel()
             writer.close()
+            # The client is gone: what it waited for would only take seats.
             await self.abort_requests(connection.close())
 
     async def abort_requests(self, request_ids: list[str]) -> None:
@@ -260,9 +265,11 @@ class RequestPort:
     async def _handshake(self, reader: asyncio.StreamReader) -> str:
         """Check the secret and return the client's name. Raises `ValueError`."""
         async with asyncio.timeout(HANDSHAKE_SECONDS):
+            # In constant time, because any pod can connect.
             if not hmac.compare_digest(await reader.readexactly(SECRET_BYTES), self._secret):
                 raise ValueError("wrong secret")
             length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+            # The length comes from the other side: it must not decide how much is read.
             if length > MAX_NAME_BYTES:
                 raise ValueError("the client's name is too long")
             return (await reader.readexactly(length)).decode()
@@ -299,9 +306,11 @@ class _Connection:
                 engine_request = replace(
                     request,
                     request_id=self._id_prefix + request.request_id,
+                    # The engine's cache survives a reconnection, so sessions have no number.
                     session=self._session_prefix + request.session,
                 )
                 task = asyncio.create_task(self._answer(request.request_id, engine_request))
+                # Before the task runs, so that a message that aborts it finds it.
                 self._in_flight[task] = engine_request.request_id
                 self._port.tasks.add(task)
                 task.add_done_callback(self._ended)
@@ -310,6 +319,7 @@ class _Connection:
         """Send the new tokens of long responses from time to time."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
+            # Requests that were there at the last look: short ones send nothing extra.
             for task, reported in self._reported.items():
                 request_id = self._in_flight[task]
                 sampled = self._port.progress(request_id, reported)
@@ -333,6 +343,7 @@ class _Connection:
         """Answer a request, which the client knows as `request_id` and the engine by another id."""
         port = self._port
         expected = port.load.expected(engine_request)
+        # Counted before the first await, so that clients which choose now see it.
         port.load = port.load.begun(expected)
         try:
             answer = Answer(request_id, await port.generate(engine_request))
@@ -342,6 +353,7 @@ class _Connection:
         self._send(answer)
 
     def _send(self, message: Answer | Progress) -> None:
+        # One frame for all answers of a turn of the event loop.
         if not self._answers:
             asyncio.get_running_loop().call_soon(self._flush)
         self._answers.append(message)

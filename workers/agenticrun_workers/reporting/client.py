@@ -85,8 +85,10 @@ class ReporterClient(ProgressSink):
     @override
     async def finish(self, progress: Progress) -> None:
         if self._poster is not None:
+            # First, or an older snapshot could arrive after the last one.
             self._poster.cancel()
             await asyncio.wait([self._poster])
+        # The sidecar may be restarting; the report is what the operator waits for.
         for _ in range(FINAL_TRIES):
             if await self._post(progress):
                 break
@@ -99,6 +101,7 @@ class ReporterClient(ProgressSink):
                 # Not wait_for: it swallows a cancellation that coincides with a change.
                 async with asyncio.timeout(INTERVAL_SECONDS):
                     await self._changed.wait()
+            # Before the post: a change during it is posted right after.
             self._changed.clear()
             if self._newest is not None:
                 await self._post(self._newest)
@@ -113,6 +116,7 @@ class ReporterClient(ProgressSink):
                 response.raise_for_status()
             self._on_commands(Commands.model_validate_json(text))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # also of pydantic
+            # Logged once for each outage, not every second.
             if self._reachable:
                 log.warning(
                     "the reporter does not accept progress: %s: %s", type(error).__name__, error

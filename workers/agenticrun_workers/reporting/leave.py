@@ -78,11 +78,15 @@ def leave(host: str, port: int, token: str, pod: str, seconds: float) -> bool:
         answer = _ask(host, port, token, pod, min(ANSWER_SECONDS, begin + seconds - now))
         now = time.monotonic()
         if answer is None:
+            # The head itself is gone: no driver is left to wait for.
             if now - answered >= UNREACHABLE_SECONDS:
                 return True
         else:
             answered = now
+            # A driver that starts again in between has not stopped.
             stopped = None if answer["driverRuns"] else stopped or now
+            # The pod stays until the operator has read why the attempt ended, or the outcome is
+            # lost.
             if stopped and (not answer["reportUnread"] or now - stopped >= READ_SECONDS):
                 return True
         time.sleep(POLL_SECONDS)
@@ -101,6 +105,7 @@ def end_raylets(proc: Path = Path("/proc"), seconds: float = END_SECONDS) -> Non
         with suppress(OSError):  # it has ended
             os.kill(pid, signal.SIGTERM)
     end = time.monotonic() + seconds
+    # A raylet that ends in order tells its head at once, and Ray need not wait for a timeout.
     while found and time.monotonic() < end:
         time.sleep(0.1)
         found &= _raylets(proc)

@@ -92,6 +92,7 @@ class RunFolder:
 
     def config(self) -> dict[str, Any] | None:
         """Return the run as it was run; None if run.yaml is missing or not readable."""
+        # A watcher reads while the run writes.
         with suppress(OSError, yaml.YAMLError):
             document = read_yaml((self.path / "run.yaml").read_text(encoding="utf-8"))
             return document if isinstance(document, dict) else None
@@ -122,6 +123,7 @@ class RunFolder:
         """Return the episodes of one of the `sample_files`."""
         name = SAMPLES.fullmatch(file.name)
         assert name is not None
+        # Samples hold whatever a model wrote.
         pieces = HEADER.split(clean_text(file.read_text(encoding="utf-8", errors="replace")))
         found = []
         for line, text in zip(pieces[1::2], pieces[2::2], strict=True):
@@ -173,6 +175,7 @@ class RunFolder:
         """Return the process of this machine that trains in the folder."""
         try:
             kept = json.loads((self.path / "process.json").read_text())
+            # A folder on a shared volume: a number of another machine means another process.
             if kept["host"] != socket.gethostname():
                 return None
             process = psutil.Process(kept["pid"])
@@ -368,6 +371,7 @@ def ask_for_trace(folder: Path, name: str, steps: int) -> TraceRequest:
     """Ask the run in this folder for a trace of its next steps."""
     file = folder / TRACES / f"{name}.request"
     file.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed, so that the run never reads half a request.
     aside = file.with_suffix(".new")
     aside.write_text(str(steps))
     aside.replace(file)
@@ -377,6 +381,7 @@ def ask_for_trace(folder: Path, name: str, steps: int) -> TraceRequest:
 def trace_requests(folder: Path) -> list[TraceRequest]:
     """Return the requests for traces, the oldest first."""
     found = []
+    # By name, which begins with the time.
     for file in sorted((folder / TRACES).glob("*.request"), key=lambda file: file.name):
         with suppress(OSError, ValueError):
             found.append(TraceRequest(file, int(file.read_text())))
@@ -408,6 +413,7 @@ class RecordedProgress(ProgressSink):
 
     @override
     async def finish(self, progress: Progress) -> None:
+        # Before the sink, which may wait long for a reporter that is gone.
         self._write(progress)
         await self._sink.finish(progress)
 

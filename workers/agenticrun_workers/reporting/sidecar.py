@@ -99,7 +99,9 @@ class Reporter:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         given = request.headers.get(TOKEN_HEADER, "").encode(errors="replace")
+        # Other pods have Ray's token only, and may do nothing but ask to leave.
         allowed = self._ray_bearer if request.path == "/leave" else self._bearer
+        # In constant time: user code of any pod can reach this port.
         if request.path not in _WITHOUT_TOKEN and not hmac.compare_digest(given, allowed):
             raise web.HTTPUnauthorized(text=f"{TOKEN_HEADER}: Bearer <token> is missing or wrong")
         return await handler(request)
@@ -113,6 +115,7 @@ class Reporter:
             nonce = Challenge.model_validate_json(await request.read()).nonce
         except ValidationError as error:
             raise web.HTTPUnprocessableEntity(text=str(error)) from error
+        # The proof names pod and address: without them it would hold anywhere.
         if not all(self._pod):
             raise web.HTTPServiceUnavailable(text=f"{ENV_POD_UID} or {ENV_POD_IP} is not set")
         return _json(Proof(proof=prove(self._token, nonce, *self._pod)))
@@ -122,7 +125,9 @@ class Reporter:
         if progress is None:
             return web.Response(status=204)
         now = self._clock()
+        # A pod that leaves waits for this.
         self._report_read = True
+        # Computed when asked: the operator must see a silent driver grow older.
         ages = {"silent_seconds": now - self._heard_at, "idle_seconds": now - self._news_at}
         return _json(progress.model_copy(update=ages))
 
@@ -134,14 +139,17 @@ class Reporter:
         before, now = self._state, self._clock()
         poster = hashlib.sha256(request.headers.get(DRIVER_HEADER, "").encode()).hexdigest()
         try:
+            # An attempt belongs to the process that posts for it: user code knows the token, too.
             self._become(before.with_progress(progress, poster, lapsed=self._has_lapsed()))
         except NotTheDriver as error:
             raise web.HTTPConflict(text=str(error)) from error
+        # A repeated snapshot shows that the driver lives, but not that it gets on.
         if self._state is not before:
             self._news_at = now
             self._report_read = False
         newest = self._state.progress
         assert newest is not None
+        # Refused or outdated posts are no sign of life of the driver.
         if (newest.submission_id, newest.sequence) == (progress.submission_id, progress.sequence):
             self._heard_at = now
             self._connection = request.transport
@@ -284,12 +292,15 @@ class ReporterState(Model):
         if held is None:
             return self.model_copy(update=mine)
         if progress.submission_id != held.submission_id:
+            # A late post of an attempt that was replaced.
             if held.run_uid == progress.run_uid and progress.attempt < held.attempt and not lapsed:
                 return self
             if held.final is None and not lapsed:
                 raise NotTheDriver(f"the driver of attempt {held.attempt} still reports")
+            # The stop was meant for the attempt that has ended.
             commands = self.commands.model_copy(update={"stop": False, "leaving_pod": None})
             return ReporterState(commands=commands, **mine)
+        # Nothing can follow the final report.
         if held.final is not None:
             return self
         if not lapsed:
@@ -349,6 +360,7 @@ class StateFile:
         with aside.open("w") as file:
             file.write(state.model_dump_json(by_alias=True, exclude_none=True))
             file.flush()
+            # A node that fails must not bring back an older state, with commands that were done.
             os.fsync(file.fileno())
         aside.replace(self._path)
 

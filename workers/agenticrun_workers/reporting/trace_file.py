@@ -87,9 +87,11 @@ class Alignment:
 
         Two processes with one clock need none.
         """
+        # The shortest trip has the smallest error.
         first = min(before, key=lambda trip: trip.error)
         last = min(after, key=lambda trip: trip.error, default=first)
         begin, end = first.reading.nanoseconds, last.reading.nanoseconds
+        # One machine has one clock.
         if driver.host and driver.host == first.reading.host:
             return cls(begin, 0.0, end, 0.0, 0.0)
         return cls(begin, first.offset, end, last.offset, max(first.error, last.error))
@@ -125,6 +127,7 @@ class Trace:
 
     def write(self, path: Path) -> None:
         """Write the file, one event per line. It appears when it is complete."""
+        # Renamed when complete, because the file is the answer to the request.
         aside = path.with_suffix(".tmp")
         with gzip.open(aside, "wt", encoding="utf-8", compresslevel=5) as file:
             file.write('{"displayTimeUnit": "ms", "otherData": ')
@@ -187,6 +190,7 @@ class _Process:
 
         def moment(nanoseconds: int) -> int:
             on_driver = alignment.to_driver(nanoseconds) if alignment else nanoseconds
+            # Clock errors must not put a span outside of the recording.
             return min(max(on_driver - driver.begin, 0), self.duration)
 
         self.begin, self.end = moment(recording.begin), moment(recording.end)
@@ -241,6 +245,7 @@ class _Process:
         episodes = driver._positive(EPISODES_RUNNING)
         found: list[tuple[str, Interval]] = []
         for asleep, awake in _split(gap, self._positive(ASLEEP)):
+            # Asleep comes first: an engine that sleeps may still hold requests.
             if asleep:
                 found.append(("idle: asleep", awake))
                 continue
@@ -300,6 +305,7 @@ class _Process:
                     }
         for name, points in self.counters.items():
             shown, label = points, name
+            # Shown as activity already.
             if name == ASLEEP:
                 continue
             if name == TOKENS:

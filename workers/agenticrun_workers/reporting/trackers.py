@@ -57,6 +57,7 @@ def build_trackers(
         try:
             trackers.append(Tolerated(name, make()))
         except InvalidRun:
+            # A refused run must not leave files or uploads open.
             for tracker in trackers:
                 tracker.close()
             raise
@@ -94,6 +95,7 @@ def custom_tracker(run: AgenticRun) -> Callable[[TrackedRun], Tracker] | None:
     except PluginError as error:
         raise InvalidConfig(CUSTOM_FIELD, str(error)) from error
     lacking = [name for name in ("log", "close") if not hasattr(made.func, name)]
+    # Of a function only the result could tell, and it is not made yet.
     if isinstance(made.func, type) and lacking:
         raise InvalidConfig(
             CUSTOM_FIELD,
@@ -160,8 +162,10 @@ class JsonlTracker:
             if not _computed_again(json.loads(line), resume_step)
         ]
         aside = path.with_suffix(".tmp")
+        # Rewritten beside it: a crash here must not lose the earlier steps.
         aside.write_text("".join(kept))
         aside.replace(path)
+        # Line by line, for readers that follow the file.
         self._file = path.open("a", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -188,6 +192,7 @@ class TensorBoardTracker:
         self._event, self._summary = Event, Summary
         earlier = any(folder.iterdir())
         self._writer = EventFileWriter(str(folder))
+        # TensorBoard would draw two values for each step that is computed again.
         if earlier:
             marker = SessionLog(status=SessionLog.START)
             self._writer.add_event(

@@ -167,6 +167,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         http = ServerClient(process)
         self._started = _Server(http, SglangControl(http), model)
         await process.start()
+        # The probe below is a request like any other.
         self._refusal = ""
         try:
             with readable_answer():
@@ -224,6 +225,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         while pending := [flight for flight in flights if not flight.done.is_set()]:
             for flight in pending:
                 flight.restarts = False
+                # A paused server holds requests without an answer, so their callers are cancelled.
                 if loop.time() > patience and (self._paused or self._refusal):
                     flight.abandoned = True
                     flight.caller.cancel()
@@ -253,6 +255,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     @override
     async def update_weights(self, parts: AsyncIterable[Path], version: int) -> None:
         """After a failure, running requests wait for the next update; new requests are refused."""
+        # SGLang loads a folder: links put files of several places into one.
         with tempfile.TemporaryDirectory(prefix="agenticrun-weights-") as folder:
             async with self._updating(version) as check:
                 links = itertools.count()
@@ -261,8 +264,10 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                     (Path(folder) / f"part-{next(links):05d}.safetensors").symlink_to(
                         part.resolve()
                     )
+                # Before sampling stops: an incomplete update must not interrupt anything.
                 check.finish()
                 with self._load.held():
+                    # As late as possible: until here the server samples with the old weights.
                     await self._server.control.retract()
                     await self._server.control.load_folder(Path(folder), version)
 
@@ -294,6 +299,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                 f"{len(self._in_flight)} requests are in flight: the engine cannot sleep"
             )
         self._refusal = "the engine sleeps"
+        # SGLang ends itself if memory is released while a scheduler is busy.
         await self._server.control.flush()
         if self._options.gpus:
             await self._server.control.release_memory()
@@ -341,6 +347,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
 
     @override
     async def stop(self) -> None:
+        # Taken first: a second call finds nothing to stop.
         process, self._process = self._process, None
         if process is None:
             return
@@ -391,10 +398,12 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                             self._prompted += computed_prompt_tokens(event)
                     self._generated += len(flight.sampled) - had
         except asyncio.CancelledError:
+            # Our own cancellation, see `abort`: the caller gets the tokens so far.
             if flight.abandoned:
                 flight.caller.uncancel()
                 return FinishReason.ABORT
             # Without this, the server would notice the closed connection only after seconds.
+            # Referenced, because asyncio keeps only weak references to tasks.
             self._background.add(
                 task := asyncio.create_task(self._server.control.abort(flight.rid))
             )
@@ -410,6 +419,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         async with self._changing:
             try:
                 yield self._server.model.update_check()
+                # After the load: requests that restart must find the new weights.
                 if self._restart_on_update:
                     for flight in self._in_flight.values():
                         flight.restarts = True
@@ -419,6 +429,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                     f"the last weight update failed ({error}): "
                     "nothing is served until another succeeds"
                 )
+                # The server may be the reason of the failure.
                 with contextlib.suppress(EngineError):
                     await self._server.control.pause()
                 raise

@@ -115,6 +115,7 @@ class SglangOptions:
             raise ValueError(
                 f"spec.model.dtype is {self.dtype}, but SGLang computes with {' or '.join(DTYPES)}"
             )
+        # A wrong option should fail when the run is checked, and not when the engine starts.
         self.flags(port=0)
 
     @property
@@ -139,6 +140,7 @@ class SglangOptions:
         policy = self.config.get("schedule_policy", self.config.get("schedule-policy", "fcfs"))
         common = PRIORITIES if policy in POLICIES_WITH_PRIORITIES else {}
         if self.gpus:
+            # Pipeline stages divide the GPUs, tensor parallelism takes the rest.
             size = self.gpus // int(self.config.get("pp_size", 1))
             shared = SHARED_GPU_DEFAULTS if self.shares_gpus else {}
             return {**common, **shared, "tp_size": size}
@@ -383,6 +385,8 @@ class SglangControl:
         try:
             answer = await self._http.post(path, body, seconds=seconds)
         except InvalidRequest as error:
+            # A refusal of a control call is no mistake of a request: the engine has failed.
             raise EngineError(str(error)) from error
+        # SGLang answers some failures with 200.
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(f"SGLang refused {path}: {answer.get('message')}")

@@ -96,8 +96,10 @@ class SlotCache(Cache):  # type: ignore[misc]
             device: of the model.
         """
         rows, visible = slice(first, first + len(starts)), max(starts) + width
+        # Only the wanted size is set here: each layer grows when it is written next.
         self._slots = _grown(self._slots, rows.stop, self._max_slots)
         self._length = _grown(self._length, visible, self._max_length)
+        # One start for all rows is the common case of decoding, which needs neither mask nor index.
         start = starts[0] if min(starts) == max(starts) else None
         self._chosen = _Selection(
             rows, width, visible, on_device(starts, torch.int64, device), start
@@ -132,6 +134,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             keys and values, [B, heads, visible, head size].
         """
         if layer_idx == len(self._keys):
+            # The first pass makes the storage, because only the model knows heads and head size.
             for store, states in ((self._keys, key_states), (self._values, value_states)):
                 store.append(states.new_zeros(0, states.shape[1], 0, states.shape[3]))
         return (
@@ -142,6 +145,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def copy(self, source: int, target: int, positions: slice) -> None:
         """Copy keys and values from one slot to another."""
+        # The target may lie beyond what has been used so far.
         self._slots = _grown(self._slots, target + 1, self._max_slots)
         for layer in range(len(self._keys)):
             for store in (self._keys, self._values):
@@ -157,6 +161,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         for layer in range(len(self._keys)):
             for store in (self._keys, self._values):
                 held = self._at_full_size(store, layer)
+                # A copy, because the next line overwrites what a view would show.
                 moved = held[one, :, :length].clone()
                 held[one, :, :length] = held[other, :, :length]
                 held[other, :, :length] = moved
@@ -186,6 +191,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     def _at_full_size(self, store: list[Tensor], layer: int) -> Tensor:
         held = store[layer]
         slots, heads, length, size = held.shape
+        # Old positions keep their place, so no session loses its cache when the storage grows.
         if (slots, length) != (self._slots, self._length):
             grown = held.new_zeros(self._slots, heads, self._length, size)
             grown[:slots, :, :length] = held
@@ -249,6 +255,7 @@ class RunningRequest:
         return count
 
     def finish(self, reason: FinishReason) -> None:
+        # The caller may have cancelled it while the step was computed.
         if not self.done.done():
             self.done.set_result(self.sampled.response(reason))
 
@@ -326,6 +333,7 @@ class SessionCaches(Caches):
     @override
     def open(self, running: RunningRequest) -> None:
         """A second request of a busy session gets a slot of its own."""
+        # Two requests in one slot would overwrite each other's keys and values.
         if running.session in self._sessions and self._sessions[running.session].busy:
             running.session = running.request.request_id
         if running.session not in self._sessions:
@@ -334,16 +342,19 @@ class SessionCaches(Caches):
         slot.busy = True
         self._sessions.move_to_end(running.session)
         prompt_T = running.request.prompt_tokens
+        # Never all of the prompt: the logits after its last token have to be computed.
         slot.cached = min(_common_prefix(slot.idle_T, prompt_T), len(prompt_T) - 1)
 
     @override
     def close(self, running: RunningRequest) -> None:
         """The session keeps its keys and values."""
         running.slot.busy = False
+        # The last sampled token has no keys and values yet, so it is not among them.
         running.slot.idle_T = running.context_T[: running.cached]
 
     @override
     def invalidate(self) -> None:
+        # Free slots, too: a later session must not find keys and values of old weights.
         for slot in self._slots:
             slot.cached, slot.idle_T = 0, slot.idle_T[:0]
 
@@ -352,6 +363,7 @@ class SessionCaches(Caches):
         # The samples of a group have the same prompt. A request waits for another one's forward
         # pass only if that saves at least half of its own work.
         requests = list(requests)
+        # Decoding steps end here, so that they pay nothing for prompts.
         if all(running.pending < SHORTEST_SHARED for running in requests):
             return []
         shared: list[SharedPrefix] = []
@@ -365,6 +377,7 @@ class SessionCaches(Caches):
                 end = min(_common_prefix(leader.context_T, context_T), len(context_T) - 1)
                 if 2 * (end - running.cached) >= running.pending:
                     shared.append(SharedPrefix(leader, running, running.cached, end))
+                    # Counted now; they are copied after the leader's batch of the same step.
                     running.cached = end
                     continue
             leader = running
@@ -381,10 +394,12 @@ class SessionCaches(Caches):
             first = 0
         for batch in batches:
             places = range(first, first + len(batch))
+            # Slots that no row of this batch has: their sessions are idle and move.
             vacant = set(places) - {running.slot.number for running in batch}
             for running in batch:
                 if running.slot.number not in places:
                     self._exchange(running.slot, self._slots[vacant.pop()])
+            # Rows and slots must have one order, because a batch is a range of slots.
             batch.sort(key=lambda running: running.slot.number)
             first = places.stop
 
@@ -398,6 +413,7 @@ class SessionCaches(Caches):
             return self._free.pop()
         oldest = next(name for name, slot in self._sessions.items() if not slot.busy)
         slot = self._sessions.pop(oldest)
+        # The session that had it has lost its place.
         slot.idle_T = slot.idle_T[:0]
         return slot
 
@@ -474,6 +490,7 @@ def _mask_rows(one_start: Callable[..., Any], *, added: bool) -> Callable[..., A
     """
 
     def make_mask(*, q_offset: int | Tensor = 0, **call: Any) -> Any:
+        # Other caches, and rows with one start, are transformers' own business.
         if not isinstance(q_offset, Tensor) or not q_offset.ndim:
             return one_start(q_offset=q_offset, **call)
         rows_B = torch.arange(len(q_offset), device=q_offset.device)
@@ -487,6 +504,7 @@ def _mask_rows(one_start: Callable[..., Any], *, added: bool) -> Callable[..., A
         if not added:
             return mask_B1QK
         dtype = call["dtype"]
+        # The least finite number: minus infinity would make NaN of a row that is all padding.
         return torch.zeros_like(mask_B1QK, dtype=dtype).masked_fill(
             ~mask_B1QK, torch.finfo(dtype).min
         )
@@ -549,6 +567,7 @@ class Forward:
         for row, ids_T in enumerate(pending):
             ids_BQ[row, : len(ids_T)] = ids_T
         positions_BQ = np.array(cached)[:, None] + np.arange(width)
+        # Before the decoder, which asks the cache for its masks.
         cache.select(first, cached, width, device)
         hidden_BQH = self._decoder(
             input_ids=on_device(ids_BQ, torch.int64, device),
@@ -556,6 +575,7 @@ class Forward:
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
+        # Rows are padded at the end, so each has its last token elsewhere.
         last_B = on_device([len(ids_T) - 1 for ids_T in pending], torch.int64, device)
         last_BH = hidden_BQH[torch.arange(len(pending), device=device), last_B]
         logits_BV: Tensor = self._head(last_BH)
@@ -592,6 +612,7 @@ def sample_tokens(
     ) -> Tensor | None:
         return on_device(values, dtype, device) if any(each != off for each in values) else None
 
+    # Greedy rows ignore their weights; 1 only avoids a division by zero.
     temperatures = [params.temperature or 1.0 for params in sampling]
     logprobs_BV = _log_softmax(logits_BV, temperatures)
     weights_BV = truncate(
@@ -607,6 +628,7 @@ def sample_tokens(
     recorded = [
         params.record_temperature or t for params, t in zip(sampling, temperatures, strict=True)
     ]
+    # Rare, so the second softmax over the vocabulary is paid only then.
     if recorded != temperatures:
         logprobs_BV = _log_softmax(logits_BV, recorded)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]

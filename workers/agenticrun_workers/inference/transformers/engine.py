@@ -146,12 +146,14 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     @override
     def progress(self, request_id: str, start: int) -> Generation | None:
         running = self._running.get(request_id)
+        # Another engine must not continue from these tokens, see `ReportsProgress`.
         if running is None or self._batch_invariant or self._restart_on_update:
             return None
         return running.sampled.since(start)
 
     @override
     async def abort(self, request_ids: list[str] | None = None) -> None:
+        # The step in progress would otherwise write into slots that are already free.
         async with self._between_steps:
             for request_id in (
                 [*self._waiting, *self._running] if request_ids is None else request_ids
@@ -164,6 +166,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     @override
     async def pause(self) -> None:
         self._open.clear()
+        # Returns when the step in progress has ended: nothing is sampled after that.
         async with self._between_steps:
             pass
 
@@ -236,6 +239,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         self._check_running()
         held = sum(running.cached for running in self._running.values())
         self._load_meter.poll_kv(held / (self._max_sessions * self._max_length))
+        # Logged when it grows, for a user who wonders where the pod's memory went.
         if (size := self._caches.nbytes) > self._logged_bytes:
             log.info("keys and values of sessions take %.1f MiB", size / 2**20)
             self._logged_bytes = size
@@ -243,6 +247,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     @override
     async def stop(self) -> None:
         if self._server is not None:
+            # Before the server ends, so that every request gets an answer.
             await self.abort()
             self._server.cancel()
             await asyncio.gather(self._server, return_exceptions=True)
@@ -258,6 +263,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         model = self._load()
         refuse_states(model)
         forward = Forward(model)
+        # Before anything is sampled: a model that the cache breaks would train on wrong log-probs.
         check_parity(model, forward, self._max_length)
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         limits = RequestLimits(vocabulary, self._max_length)
@@ -278,12 +284,14 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                 self._held.weights.begin()
                 yield
                 self._held.weights.finish()
+            # Half of the new weights may be there: nothing may be sampled until an update succeeds.
             except BaseException as error:
                 self._refusal = f"the last weight update failed ({error})"
                 raise
             self._version = version
             self._caches.invalidate()  # keys and values of the old weights
             for running in self._running.values():
+                # Their tokens stay, but each has to be computed again with the new weights.
                 running.cached = 0
                 if self._restart_on_update:
                     self._aborted += running.restart()
@@ -313,8 +321,11 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                 if not self._waiting and not self._running:
                     self._work.clear()
                     await self._work.wait()
+                # A turn for the event loop, even if the lock is free: requests and aborts come in
+                # here.
                 await asyncio.sleep(0)
                 async with self._between_steps:
+                    # Either may have changed while this waited for the lock.
                     if self._open.is_set() and self._ready.is_set():
                         step = self._next_step()
                         with self._load_meter.running(len(self._running)):
@@ -322,6 +333,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                         for batch, sampled in zip(step.batches, results, strict=True):
                             self._deliver(batch, *sampled)
         except Exception as error:
+            # No step will follow: callers would wait forever.
             for running in [*self._waiting.values(), *self._running.values()]:
                 if not running.done.done():
                     running.done.set_exception(EngineError(f"the engine failed: {error}"))
@@ -333,6 +345,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         while self._waiting and len(self._running) < self._max_sessions:
             request_id = min(self._waiting, key=lambda each: self._waiting[each].request.priority)
             running = self._waiting.pop(request_id)
+            # Its caller has gone while it waited.
             if running.done.done():
                 continue
             self._caches.open(running)
@@ -360,6 +373,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         return results + [self._forward_batch(batch) for batch in step.others]
 
     def _forward_batch(self, batch: list[RunningRequest]) -> tuple[list[int], list[float]]:
+        # Set before the step, so that a long prompt does not look like a stuck engine.
         self._prefilling = len(batch) * max(running.pending for running in batch)
         sampled = self._held.compute(batch)
         self._computed += self._prefilling
@@ -385,6 +399,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         """End a request."""
         if self._running.pop(running.request.request_id, None) is not None:
             self._caches.close(running)
+        # Aborted tokens are work that no trajectory has.
         if reason is FinishReason.ABORT:
             self._aborted += len(running.sampled)
         running.finish(reason)
@@ -424,7 +439,9 @@ def in_batches(
         fits = bool(last) and (len(last) + 1) * running.pending <= max_tokens
         if (
             fits
+            # Padding costs as much as tokens, so lengths in a batch differ by two times at most.
             and running.pending <= 2 * last[0].pending
+            # Decoding apart from prompts: its rows would be padded to the length of a prompt.
             and (running.pending == 1) == (last[0].pending == 1)
         ):
             last.append(running)
@@ -484,6 +501,7 @@ class EngineWeights:
             for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
                 self._copy(name, group.receive(tuple(shape), getattr(torch, dtype)))
         except RuntimeError as error:
+            # The other ranks wait in the collective: closing ends their wait, too.
             group.close()
             self._group = None
             raise EngineError(f"the broadcast broke off: {error}") from error
@@ -515,11 +533,13 @@ class EngineWeights:
         """Free the memory of all parameters."""
         self._weights = {}
         for parameter in self._parameters.values():
+            # The parameter stays, because the decoder and the names of weights refer to it.
             parameter.data = parameter.data.new_empty(0)
 
     def allocate(self) -> None:
         """Allocate the memory that `drop` freed, uninitialised. Tied parameters stay tied."""
         for name, parameter in self._parameters.items():
+            # Tied parameters share one tensor: the second one has its memory already.
             if tuple(parameter.shape) != self._shapes[name]:
                 parameter.data = parameter.data.new_empty(self._shapes[name])
         self._weights = self._views()
@@ -534,6 +554,7 @@ class EngineWeights:
 
     def _copy(self, name: str, value: Tensor) -> None:
         held = self._weights.get(name)
+        # Weights of another model: to copy some of them would leave a mix.
         if held is None or held.shape != value.shape:
             shape = None if held is None else tuple(held.shape)
             raise EngineError(

@@ -107,16 +107,19 @@ def check_parity(model: PreTrainedModel, forward: Forward, max_length: int) -> N
     ends_2E = [
         [size // 2, size - 2, size - 1, size] for size in (length, max(SHORTEST, 3 * length // 4))
     ]
+    # Without cache and mask: what training computes.
     plain_2EV = [
         forward.plain_logits(ids_T[: ends_E[-1]], ends_E)
         for ids_T, ends_E in zip(ids_2T, ends_2E, strict=True)
     ]
+    # Slot 0 stays empty, so that a wrong offset of rows shows.
     cache, cached = SlotCache(3, length), [0, 0]
     gaps: list[float] = []
     for turn, ends in enumerate(zip(*ends_2E, strict=True)):
         pending = [ids_T[start:end] for ids_T, start, end in zip(ids_2T, cached, ends, strict=True)]
         try:
             logits_2V = forward.logits(cache, 1, cached, pending)
+        # Says nothing about the model.
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # what a model does with a cache that it does not know
@@ -131,6 +134,7 @@ def check_parity(model: PreTrainedModel, forward: Forward, max_length: int) -> N
         cached = list(ends)
     gap, allowed = float(np.max(gaps)), tolerance(model.dtype)
     logger.info("engine and model differ by %.2g nats over %d tokens", gap, length)
+    # Written so that NaN fails, too.
     if not gap <= allowed:
         reason = (
             ""

@@ -152,6 +152,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         process = self._process = ServerProcess(self._server.spec())
         self._started = _Started(ServerClient(process), model)
         await process.start()
+        # The server is up, but may lack our plug-in: no request is served before that is known.
         try:
             await self._workers("sample_by_request")
             await self._label(self._version)
@@ -201,6 +202,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         flights = [flight for each in list(wanted) if (flight := self._in_flight.get(each))]
         for flight in flights:
             flight.aborted = True
+        # Repeated: the server drops an abort of a request that it has not read yet.
         while ids := [
             ID_PREFIX + flight.server_id for flight in flights if not flight.done.is_set()
         ]:
@@ -258,6 +260,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                     f"{len(self._in_flight)} requests are in flight: the engine cannot sleep"
                 )
             self._refusal = "the engine sleeps"
+            # Keeps the requests that the server still counts, and drops the cache.
             await self._http.post("/pause?mode=keep", {}, seconds=STEP_SECONDS)
             if self._server.gpus:
                 await self._http.post("/sleep?level=2&mode=keep", {}, seconds=UPDATE_SECONDS)
@@ -295,6 +298,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     @override
     async def check_health(self) -> None:
         """Its core answers between two steps, also while it sleeps."""
+        # Not during an update: a server that loads weights answers late.
         async with self._changing:
             await self._http.check("/is_paused")
             metrics = await self._http.check("/metrics")
@@ -306,6 +310,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
 
     @override
     async def stop(self) -> None:
+        # Taken first: a second call finds nothing to stop.
         process, self._process = self._process, None
         if process is None:
             return
@@ -341,12 +346,14 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         while True:
             flight.restarts = flight.ended = False
             flight.sampled = SampledTokens()
+            # A new id, because the server may still be ending the earlier try.
             flight.server_id = str(self._sent)
             self._sent += 1
             finish = await self._collect(flight)
             self._prompted += len(flight.request.prompt_tokens)
             if finish is FinishReason.ABORT:
                 self._aborted += len(flight.sampled)
+            # Only an abort of our own update restarts it: the caller's abort is an answer.
             if finish is not FinishReason.ABORT or flight.aborted or not flight.restarts:
                 return flight.sampled.response(finish)
 
@@ -360,8 +367,10 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
                 had = len(flight.sampled)
                 with readable_answer():
                     finish = read_event(event, flight.sampled)
+                # `progress` must not hand a whole response to another engine.
                 flight.ended = finish is not None
                 self._generated += len(flight.sampled) - had
+        # The connection ended in order, but the response did not.
         if finish is None:
             raise EngineError("the server's answer ended before the response")
         return finish
@@ -373,6 +382,8 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             self._refusal = None
             try:
                 with self._load.held():
+                    # Aborts and pauses take the server's own time, which is not the engine's
+                    # idleness.
                     await self._hold()
                     await self._workers("begin_weights")
                     check = self._running.model.update_check()
@@ -388,10 +399,12 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
 
     async def _hold(self) -> None:
         """Stop sampling, and drop the cache of the old weights."""
+        # Kept requests continue with the new weights from the tokens that they have.
         if not self._restart_on_update:
             await self._http.post("/pause?mode=keep", {}, seconds=STEP_SECONDS)
             return
         for flight in self._in_flight.values():
+            # Set before the pause, because the aborted answers come at once.
             flight.restarts = True
         await self._http.post("/pause?mode=abort", {}, seconds=STEP_SECONDS)
 
@@ -402,6 +415,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         )
 
     async def _resume_server(self) -> None:
+        # A failed update, or a pause of the caller, holds the server on.
         if not self._paused and self._refusal is None:
             await self._http.post("/resume", {}, seconds=STEP_SECONDS)
 
