@@ -179,7 +179,7 @@ class Engine(EngineActor):
 
     async def held(self) -> dict[str, np.ndarray]:
         """Return its current parameters."""
-        model = self._serving._held.model  # type: ignore[attr-defined]
+        model = self._serving.loaded.model  # type: ignore[attr-defined]
         return {name: value.detach().numpy().copy() for name, value in model.named_parameters()}
 
     async def version_sampled(self) -> int:

@@ -8,6 +8,16 @@ agenticrun-operator
 {{- with .Values.watchNamespaces }}-{{ sortAlpha . | join "," | sha256sum | trunc 10 }}{{ end }}
 {{- end -}}
 
+{{/*
+Nothing, or a text if a part is to be installed, for (list $ .Values.<part>.<field>). A value that is left open means: if the operator
+serves all namespaces, because the installer may then make objects that belong to no namespace.
+*/}}
+{{- define "agenticrun.clusterWidePart" -}}
+{{- $wanted := index . 1 -}}
+{{- if kindIs "invalid" $wanted }}{{ $wanted = not (index . 0).Values.watchNamespaces }}{{ end -}}
+{{- if $wanted }}true{{ end -}}
+{{- end -}}
+
 {{- define "agenticrun.selector" -}}
 app.kubernetes.io/name: agenticrun
 app.kubernetes.io/instance: {{ .Release.Name }}

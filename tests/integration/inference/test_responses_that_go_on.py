@@ -43,13 +43,13 @@ class LongEngine(EngineActor):
             lambda: load_model(str(folder)), max_length=512, version=version
         )
         await engine.start()
-        compute = engine._held.compute
+        compute = engine.loaded.compute
 
         def slowly(batch: Any) -> Any:
             time.sleep(pace)
             return compute(batch)
 
-        engine._held.compute = slowly  # type: ignore[assignment]
+        engine.loaded.compute = slowly  # type: ignore[assignment]
         return os.getpid()
 
 

@@ -339,14 +339,14 @@ def test_prompts_count_as_computed_batch_by_batch_and_as_prefilling_until_then(
 ) -> None:
     async def work() -> None:
         async with serving(folder, max_step_tokens=60) as engine:
-            seen, compute = [], engine._held.compute
+            seen, compute = [], engine.loaded.compute
 
             def noted(batch: Any) -> Any:
                 stats = engine.stats()
                 seen.append((stats.computed_tokens, stats.prefilling))
                 return compute(batch)
 
-            monkeypatch.setattr(engine._held, "compute", noted)
+            monkeypatch.setattr(engine.loaded, "compute", noted)
             requests = [ask(f"{n}", prompt(30, n), 1) for n in range(6)]
             await asyncio.gather(*map(engine.generate, requests))
             batches = [prefilling for _, prefilling in seen]

@@ -14,7 +14,7 @@ from agenticrun_workers.driver.actors import ActorStarter, torch_threads
 from agenticrun_workers.driver.metrics import Metrics
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.pool import ColocatedSlot, EnginePool
-from agenticrun_workers.launch import ActorHandle
+from agenticrun_workers.launch import ActorHandle, killed_on_error
 from agenticrun_workers.models.source import ModelSource, TokenizerCorpus
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
@@ -160,11 +160,8 @@ class ActorPools:
             max_concurrency=MANY_CALLS,
         )
         actor = self._starter.start(options, EngineActor, engine_id)
-        try:
+        with killed_on_error(actor):
             self._starter.note(actor, await actor.call(lambda engine: engine.placement()))
-        except BaseException:
-            actor.kill()  # it may live, and would keep its place on the pod
-            raise
         return actor
 
     async def _start_engine(self, actor: ActorHandle[EngineActor], slot: int) -> None:
@@ -180,7 +177,7 @@ class ActorPools:
         options = replace(self._starter.options(Role.ENV), max_concurrency=MANY_CALLS)
         name = next(self._env_names)
         actor = self._starter.start(options, EnvWorker, name, self._run.spec.pipeline)
-        try:
+        with killed_on_error(actor):
             self._starter.note(actor, await actor.call(lambda worker: worker.placement()))
             texts = await actor.call(lambda worker: worker.describe())
             # All env workers find the same texts; replacements come when the model is made.
@@ -188,9 +185,6 @@ class ActorPools:
                 self.texts.set_result(texts)
             source = await asyncio.shield(self.source)
             await actor.call(lambda worker: worker.setup(source.tokenizer()))
-        except BaseException:
-            actor.kill()  # as in `_spawn_engine`
-            raise
         return actor
 
     async def _send_endpoints(self, engines: Mapping[str, ActorHandle[EngineActor]]) -> None:

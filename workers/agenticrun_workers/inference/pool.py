@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from agenticrun_workers.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.inference.engine import EngineStartError, EngineStats, UnusableModel
 from agenticrun_workers.inference.slow_engines import SlowEngines
-from agenticrun_workers.launch import ActorHandle
+from agenticrun_workers.launch import ActorHandle, killed_on_error
 from agenticrun_workers.launch.liveness import enough_of
 from agenticrun_workers.placement import Placement, in_leaving_order
 from agenticrun_workers.weights.sync import Receiver, SyncReport, WeightSync
@@ -352,15 +352,11 @@ class EnginePool:
         self._spawned += 1
         # Waits until a pod has room; only then does the start count as using the devices.
         handle = await self._spawn(engine_id, slot.number)
-        try:
+        with killed_on_error(handle):
             async with self._uses_devices():
                 if self._start_engine is not None:
                     await self._start_engine(handle, slot.number)
                 death = await self._join(engine_id, handle)
-        # A cancelled start, too: an actor that no one holds would keep its GPUs.
-        except BaseException:
-            handle.kill()
-            raise
         self.engines[engine_id] = handle
         slot.engine_id = engine_id
         self._keep(slot, partial(self._watch, slot, engine_id, death))

@@ -6,6 +6,7 @@ from agenticrun_workers.launch.handle import (
     ActorUnavailable,
     OtherActorDied,
     Result,
+    killed_on_error,
 )
 from agenticrun_workers.launch.launcher import ActorOptions, Launcher
 from agenticrun_workers.launch.node import Node, current_node
@@ -21,5 +22,6 @@ __all__ = [
     "OtherActorDied",
     "Result",
     "current_node",
+    "killed_on_error",
     "packed",
 ]

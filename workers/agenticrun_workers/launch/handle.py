@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, cast, overload
 
@@ -139,6 +140,19 @@ class ActorHandle(ABC, Generic[A_co]):
 
     @abstractmethod
     def _stream(self, call: Invocation) -> AsyncIterator[Any]: ...
+
+
+@contextmanager
+def killed_on_error(actor: ActorHandle[Any]) -> Iterator[None]:
+    """Kill an actor that has just been started, if the `with` block fails or is cancelled.
+
+    It may live, and would keep its place on the pod and its GPUs, though no one holds it.
+    """
+    try:
+        yield
+    except BaseException:
+        actor.kill()
+        raise
 
 
 class _Recorder:

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Loaded:
+class LoadedModel:
     """A model that can compute."""
 
     model: PreTrainedModel
@@ -94,7 +94,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         restart_on_update: bool = False,
     ) -> None:
         self._load = load
-        self._loaded: _Loaded | None = None
+        self._loaded: LoadedModel | None = None
         """None until `start`."""
         self._max_length = max_length
         self._max_sessions = max_sessions
@@ -179,14 +179,14 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         """After a failure, running requests wait for the next update; new requests are refused."""
         async with self._updating(version):
             async for part in parts:
-                await self._in_thread(self._held.weights.copy, part)
+                await self._in_thread(self.loaded.weights.copy, part)
 
     broadcast_ranks = 1
     """Number of ranks of the engine in a broadcast."""
 
     @override
     async def join_broadcast(self, host: str, port: int, first_rank: int, world: int) -> None:
-        await self._in_thread(self._held.weights.join, host, port, first_rank, world)
+        await self._in_thread(self.loaded.weights.join, host, port, first_rank, world)
 
     @override
     async def update_from_broadcast(
@@ -194,7 +194,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     ) -> None:
         """Fails as `update_weights` does."""
         async with self._updating(version):
-            await self._in_thread(self._held.weights.receive, names, dtypes, shapes)
+            await self._in_thread(self.loaded.weights.receive, names, dtypes, shapes)
 
     @override
     async def sleep(self) -> None:
@@ -206,12 +206,12 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             self._ready.clear()
             self._refusal = "the engine sleeps"
             self._caches = self._new_caches()
-            await self._in_thread(self._held.weights.drop)
+            await self._in_thread(self.loaded.weights.drop)
 
     @override
     async def wake(self) -> None:
         async with self._between_steps:
-            await self._in_thread(self._held.weights.allocate)
+            await self._in_thread(self.loaded.weights.allocate)
             self._refusal = "the engine has no weights since it slept"
 
     @override
@@ -255,11 +255,12 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         self._thread.shutdown()
 
     @property
-    def _held(self) -> _Loaded:
+    def loaded(self) -> LoadedModel:
+        """The model and what computes with it. `start` comes first."""
         assert self._loaded is not None, "start comes first"
         return self._loaded
 
-    def _load_checked(self) -> _Loaded:
+    def _load_checked(self) -> LoadedModel:
         model = self._load()
         refuse_states(model)
         forward = Forward(model)
@@ -267,7 +268,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         check_parity(model, forward, self._max_length)
         vocabulary = int(model.get_input_embeddings().weight.shape[0])
         limits = RequestLimits(vocabulary, self._max_length)
-        return _Loaded(model, forward, limits, EngineWeights(model))
+        return LoadedModel(model, forward, limits, EngineWeights(model))
 
     def _new_caches(self) -> Caches:
         if self._batch_invariant:
@@ -281,9 +282,9 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             self._ready.clear()
             self._refusal = None
             try:
-                self._held.weights.begin()
+                self.loaded.weights.begin()
                 yield
-                self._held.weights.finish()
+                self.loaded.weights.finish()
             # Half of the new weights may be there: nothing may be sampled until an update succeeds.
             except BaseException as error:
                 self._refusal = f"the last weight update failed ({error})"
@@ -310,7 +311,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         self._check_running()
         if self._refusal is not None:
             raise EngineError(f"{self._refusal}: nothing is served until an update succeeds")
-        self._held.limits.check(request, ChainMap(self._waiting, self._running))
+        self.loaded.limits.check(request, ChainMap(self._waiting, self._running))
 
     async def _serve(self) -> None:
         """Compute step after step. The event loop is free while a step is computed."""
@@ -375,7 +376,7 @@ class TransformersEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
     def _forward_batch(self, batch: list[RunningRequest]) -> tuple[list[int], list[float]]:
         # Set before the step, so that a long prompt does not look like a stuck engine.
         self._prefilling = len(batch) * max(running.pending for running in batch)
-        sampled = self._held.compute(batch)
+        sampled = self.loaded.compute(batch)
         self._computed += self._prefilling
         self._prefilling = 0
         return sampled
