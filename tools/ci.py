@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = [str(ROOT / ".venv/bin/pytest"), "-q", "--durations=5"]
+VERBOSE_PYTEST = [str(ROOT / ".venv/bin/pytest"), "-v", "--durations=5"]
+"""One line for each test, by which a stage beside others shows a failure at once."""
 SIDE_BY_SIDE = ["-n", "2", "--no-loadscope-reorder"]
 """Tests mostly wait for processes to start, so two at a time end sooner on two cores."""
 RUN = [str(ROOT / ".venv/bin/agenticrun"), "run", "-f", str(ROOT / "examples/frozen-lake.yaml")]
@@ -42,6 +45,10 @@ DEMO = [str(ROOT / ".venv/bin/python"), str(ROOT / "tools/demo.py")]
 
 PATIENCE_SECONDS = 60.0
 """Time for a stage to clean up after an interrupt."""
+LOOK_SECONDS = 1.0
+"""Time between two looks at the output of a stage that runs beside others."""
+FAILURE = re.compile(rb"^\S.* (?:FAILED|ERROR)(?: .*)?$", re.MULTILINE)
+"""The line of `pytest -v` about a test that has failed."""
 
 
 class Stages:
@@ -66,24 +73,24 @@ class Stages:
     ) -> Iterator[None]:
         """Run stages, one after the other, while the body runs others.
 
-        Print their output when all have ended. After an error of the body no further one begins.
+        Print each test that fails as soon as it has, and all output of a stage when it has ended.
+        After an error of the body no further one begins.
         """
         cancelled = threading.Event()
-        outputs: list[tuple[str, list[str], bytes]] = []
 
         def run_all() -> None:
             for name, command in stages:
                 if cancelled.is_set():
                     return
                 start = time.monotonic()
-                with tempfile.TemporaryFile() as output:
-                    status = self._end_of(
-                        subprocess.Popen(
-                            command, **_options(env), stdout=output, stderr=subprocess.STDOUT
-                        )
+                # A file and no pipe: what a stage leaves running may hold its output open.
+                with tempfile.TemporaryFile() as file:
+                    output = _Output(name, file.fileno())
+                    stage = subprocess.Popen(
+                        command, **_options(env), stdout=file, stderr=subprocess.STDOUT
                     )
-                    output.seek(0)
-                    outputs.append((name, command, output.read()))
+                    status = self._end_of(stage, output.print_failures)
+                    output.print_all(_title(name, command))
                 self.took.append((name, time.monotonic() - start, status == 0))
 
         thread = threading.Thread(target=run_all)
@@ -98,8 +105,6 @@ class Stages:
                 names = ", ".join(name for name, _ in stages)
                 print(f"\n=== {names}: running beside it, not yet at the end", flush=True)
             thread.join()
-            for name, command, output in outputs:
-                print(_title(name, command), output.decode(errors="replace"), sep="\n")
 
     def take_signals(self) -> None:
         """Raise KeyboardInterrupt on SIGTERM, after an interrupt of all stages, and on Ctrl-C.
@@ -116,10 +121,22 @@ class Stages:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, terminated)
 
-    def _end_of(self, stage: subprocess.Popen[bytes]) -> int:
-        """Return the exit status of a stage. One that is interrupted has time to clean up."""
+    def _end_of(
+        self, stage: subprocess.Popen[bytes], look: Callable[[], None] | None = None
+    ) -> int:
+        """Return the exit status of a stage. One that is interrupted has time to clean up.
+
+        Args:
+            stage: the stage.
+            look: called from time to time until it has ended.
+        """
         self._running.append(stage)
         try:
+            if look is not None:
+                while stage.poll() is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        stage.wait(LOOK_SECONDS)
+                    look()
             return stage.wait()
         except BaseException:
             with suppress(subprocess.TimeoutExpired):
@@ -137,6 +154,39 @@ class Stages:
             print(f"{name:<15} {seconds / 60:6.1f} min  {'ok' if ok else 'FAILED'}")
         print(f"{'all':<15} {(time.monotonic() - self._began) / 60:6.1f} min", flush=True)
         return all(ok for _, _, ok in self.took)
+
+
+class _Output:
+    """The output of a stage that runs beside others, which share the terminal or log.
+
+    Args:
+        name: of the stage.
+        descriptor: of the file that the stage writes to.
+    """
+
+    def __init__(self, name: str, descriptor: int) -> None:
+        self._name = name
+        self._descriptor = descriptor
+        self._seen = 0
+        """Bytes that were looked at: whole lines."""
+
+    def print_failures(self) -> None:
+        """Print the failures since the last call, each in a line with the name of the stage."""
+        new = self._read(self._seen)
+        new = new[: new.rfind(b"\n") + 1]
+        self._seen += len(new)
+        for line in FAILURE.findall(new):
+            # Begins with an end of line, because the dots of another stage may stand before it.
+            print(f"\n{self._name}: {line.decode(errors='replace')}", flush=True)
+
+    def print_all(self, title: str) -> None:
+        """Print everything as one block, so that no line of another stage comes between."""
+        text = self._read(0).decode(errors="replace")
+        print(f"{title}\n{text}", flush=True)
+
+    def _read(self, start: int) -> bytes:
+        # The stage's place in the file is ours, too: a seek would move where it writes.
+        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size - start, start)
 
 
 def _title(name: str, command: list[str]) -> str:
@@ -186,11 +236,14 @@ def test(stages: Stages, *, own_cluster: bool) -> None:
         [*DEVCLUSTER, "kubeconfig"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()
     env = {"KUBECONFIG": kubeconfig}
-    integration = [*PYTEST, "tests/integration", "-m"]
-    on_cluster = [("e2e", [*PYTEST, "tests/e2e"]), ("cluster", [*integration, "cluster"])]
+    integration = ["tests/integration", "-m"]
+    on_cluster = [
+        ("e2e", [*VERBOSE_PYTEST, "tests/e2e"]),
+        ("cluster", [*VERBOSE_PYTEST, *integration, "cluster"]),
+    ]
     with stages.beside(on_cluster, env):
         stages.run("unit", unit)
-        stages.run("integration", [*integration, "not cluster", *SIDE_BY_SIDE], env)
+        stages.run("integration", [*PYTEST, *integration, "not cluster", *SIDE_BY_SIDE], env)
 
 
 def main() -> int:

@@ -26,18 +26,52 @@ def shell(program: str) -> list[str]:
     return ["bash", "-c", program]
 
 
-def test_a_stage_beside_others_shows_its_output_after_theirs(
+def test_a_stage_beside_others_shows_its_output_in_one_piece_when_it_ends(
     ci: ModuleType, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     stages = ci.Stages()
-    done = f"{tmp_path}/done"
-    waits = f"echo slow begins; until [ -e {done} ]; do sleep 0.05; done; echo slow ends; exit 3"
-    with stages.beside([("slow", shell(waits))]):
-        assert stages.run("quick", [sys.executable, "-c", f"open({done!r}, 'w'); print('quick')"])
+    begun, done = tmp_path / "begun", tmp_path / "done"
+    waits = f"until [ -e {begun} ]; do sleep 0.05; done; echo slow begins; sleep 0.2"
+    beside = [("slow", shell(f"{waits}; echo slow ends; exit 3")), ("last", shell(f"touch {done}"))]
+    with stages.beside(beside):
+        ends = f"echo quick begins; touch {begun}; until [ -e {done} ]; do sleep 0.05; done"
+        assert stages.run("quick", shell(f"{ends}; echo quick ends"))
     assert not stages.report()
     output = capfd.readouterr().out
-    assert output.index("\nquick\n") < output.index("slow begins\nslow ends\n")
-    assert {name: ok for name, _, ok in stages.took} == {"quick": True, "slow": False}
+    assert output.index("\nquick begins\n") < output.index("\nslow begins\nslow ends\n")
+    assert output.index("\nslow ends\n") < output.index("\nquick ends\n")
+    assert {name: ok for name, _, ok in stages.took} == {"quick": True, "slow": False, "last": True}
+
+
+def test_a_test_that_fails_beside_others_is_shown_at_once(
+    ci: ModuleType,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ci, "LOOK_SECONDS", 0.05)
+    (tmp_path / "test_some.py").write_text(
+        "import pathlib, time\n"
+        "def test_good():\n    pass\n"
+        "def test_bad():\n    assert 1 == 2\n"
+        "def test_slow():\n"
+        "    while not pathlib.Path('seen').exists():\n        time.sleep(0.05)\n"
+    )
+    stages, shown = ci.Stages(), ""
+
+    def bad_was_shown() -> bool:
+        nonlocal shown
+        shown += capfd.readouterr().out
+        return "\ntests: test_some.py::test_bad FAILED" in shown
+
+    pytest_v = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", "/dev/null"]
+    program = f"cd {tmp_path} && {' '.join(pytest_v)} --rootdir . test_some.py"
+    with stages.beside([("tests", shell(program))]):
+        eventually(bad_was_shown, 60, "the failure is shown while the stage still runs")
+        assert "test_good" not in shown
+        (tmp_path / "seen").touch()
+    assert not stages.report()
+    assert "assert 1 == 2" in capfd.readouterr().out
 
 
 def test_a_stage_ends_even_if_what_runs_beside_it_cannot(ci: ModuleType) -> None:
