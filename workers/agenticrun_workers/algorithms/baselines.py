@@ -70,12 +70,15 @@ def rloo(scores_N: Floats, groups_N: Integers, sizes_N: Floats | None = None) ->
     size_N = set_sizes(groups_N)
     centred_N = scores_N - centers(scores_N, groups_N, sizes_N)
     return Compared(
-        np.where(size_N < 2, 0.0, centred_N * size_N / np.maximum(size_N - 1, 1)), size_N < 2
+        # A lone score has nothing to be compared with: 0, and not the whole score.
+        np.where(size_N < 2, 0.0, centred_N * size_N / np.maximum(size_N - 1, 1)),
+        size_N < 2,
     )
 
 
 def step_returns(rewards_K: Floats, cu_turns_N1: Integers, gamma: float) -> Floats:
     """Return R_k = r_k + gamma R_{k+1} inside each trajectory, turns in order, float64 [K]."""
+    # 0 at the last turn, so that returns do not flow into the next trajectory.
     decay_K = np.where(last_of_each(cu_turns_N1), 0.0, gamma)
     return discounted_suffix(rewards_K, decay_K, int(np.diff(cu_turns_N1).max(initial=0)))
 
@@ -92,6 +95,7 @@ def state_sets(groups_K: Integers, states_K: NDArray[Any]) -> Integers:
     if not len(groups_K):
         return np.zeros(0, np.int64)
     digests = np.ascontiguousarray(states_K).view(np.uint8).reshape(len(groups_K), -1)
+    # Big-endian and as bytes, so that equal pairs of group and state are equal keys.
     keys = np.concatenate([groups_K.astype(">i8").view(np.uint8).reshape(-1, 8), digests], axis=1)
     return codes(np.ascontiguousarray(keys).view(f"S{keys.shape[1]}").ravel())
 

@@ -55,6 +55,7 @@ def run(kernel: Callable[..., None], cu_N1: Integers, *arguments: Any) -> None:
         cu_N1: offsets of the trajectories.
         arguments: arrays and numbers of the kernel.
     """
+    # Below that, starting threads takes longer than the work.
     workers = 1 if cu_N1[-1] < SERIAL_BELOW else threads()
     ranges = even_ranges(cu_N1, workers)
     if len(ranges) == 1:
@@ -71,6 +72,7 @@ def even_ranges(cu_N1: Integers, parts: int) -> list[tuple[int, int]]:
 
     They hold about the same number of tokens each. There is at least one, which may be empty.
     """
+    # By tokens, not by trajectories: one long trajectory may equal many short ones.
     cuts = np.searchsorted(cu_N1, cu_N1[-1] * np.arange(1, parts) / parts)
     edges = [0, *(int(cut) for cut in cuts), len(cu_N1) - 1]
     ranges = [(first, last) for first, last in pairwise(edges) if last > first]

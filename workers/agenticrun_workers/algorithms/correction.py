@@ -202,13 +202,16 @@ def fast_exp(x: float) -> float:
 
     It calls no function, so loops over it are vectorised.
     """
+    # Where the result neither overflows nor becomes subnormal.
     x = min(max(x, -708.0), 709.0)
     n = np.floor(x * LOG2_E + 0.5)
+    # ln 2 in two parts, so that the subtraction loses no digits.
     r = (x - n * LN2_HIGH) - n * LN2_LOW
     high = 1 / 5040 + r * (1 / 40320 + r * (1 / 362880 + r * (1 / 3628800 + r * (1 / 39916800))))
     series = 1.0 + r * (
         1.0 + r * (1 / 2 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120 + r * (1 / 720 + r * high)))))
     )
+    # 2^n by its exponent bits: a multiplication instead of a call, which would end vectorisation.
     return series * np.int64((np.int64(n) + 1023) << 52).view(np.float64)  # type: ignore[no-any-return]
 
 
@@ -239,6 +242,7 @@ def token_level(
     """
     old_L, engine_L, bounds = tokens.old_L, tokens.engine_L, tokens.bounds
     mask_L, weights_L = tokens.mask_L, tokens.weights_L
+    # Exponentials first, into blocks: this loop has no branch and is vectorised.
     for i in range(stop - start):
         old, engine = np.float64(old_L[start + i]), np.float64(engine_L[start + i])
         blocks[0, i] = old - engine
@@ -249,6 +253,7 @@ def token_level(
     log_sum, gap, ratio_sum, diff_sum, ratios_kept, diffs_kept = 0.0, 0.0, 0.0, 0.0, 0, 0
     for i in range(stop - start):
         log_ratio, ratio, diff = blocks[0, i], blocks[1, i], blocks[2, i]
+        # `&`, not `and`, because a branch would end vectorisation.
         ratio_kept = (ratio >= ratio_low) & (ratio <= ratio_high)
         diff_kept = (diff >= diff_low) & (diff <= diff_high)
         mask_L[start + i] = trains & ratio_kept & diff_kept
@@ -314,6 +319,7 @@ def correct_turn(
     turns_L = tokens.turns_L
     turn, count, log_sum, diff_sum = -1, 0, 0.0, 0.0
     t = start
+    # A turn ends where the next one begins: observations in between belong to it.
     while t < end and (turn < 0 or turns_L[t] < 0 or turns_L[t] == turn):
         if turns_L[t] < 0:
             tokens.mask_L[t] = False
@@ -322,6 +328,7 @@ def correct_turn(
             t += 1
             continue
         turn, stop = turns_L[t], t + 1
+        # In blocks that fit the first-level cache.
         while stop < end and stop - t < BLOCK and turns_L[stop] == turn:
             stop += 1
         logs, diffs = token_level(t, stop, trains, tokens, blocks, tally)
@@ -343,6 +350,7 @@ def correct_sequence(
         t, responses, logs, diffs = correct_turn(t, end, trains, tokens, blocks, tally)
         count, log_sum, diff_sum = count + responses, log_sum + logs, diff_sum + diffs
     if count:
+        # After the turns: these levels need the sums of the whole sequence.
         settle(GEOMETRIC, start, end, count, log_sum / count, diff_sum / count, tokens, tally)
         settle(SEQUENCE, start, end, count, log_sum, diff_sum, tokens, tally)
     tally[TOKENS] += count
@@ -363,6 +371,7 @@ def correct_tokens(
     blocks = np.empty((3, BLOCK))
     for n in range(first, last):
         end = cu_N1[n]
+        # Threads begin in the middle of the batch.
         sequence = np.searchsorted(cu_seqlens_S1, end, "right")
         while end < cu_N1[n + 1]:
             start, end = end, cu_seqlens_S1[sequence]

@@ -223,8 +223,10 @@ def assign_credit(
     estimator = estimator_of(spec.estimator)
     chosen = np.flatnonzero(episodes.trainable_N)
     valid, turns = episodes.take(chosen)
+    # One NaN would spread over its whole group, or over the batch.
     valid.require_finite(chosen)
     rewards_K, sizes_K, metrics = _shaped_rewards(spec, estimator, valid)
+    # With this batch, as the first one would have no moments otherwise.
     running = _running(spec, valid, rewards_K, running or {})
     valid = replace(valid, sizes_K=sizes_K, running=running)
     if _compares_groups(spec):
@@ -314,6 +316,7 @@ def _shaped_rewards(
     cu = episodes.cu_turns_N1
     rewards_K, sizes_K = episodes.rewards_K, np.abs(episodes.rewards_K)
     metrics = _range("critic/score", segment_sums(rewards_K, cu))
+    # Before penalties, which still apply.
     if spec.truncated == "zero_reward":
         rewards_K = zero_rewards(rewards_K, cu, episodes.truncated_N)
     penalties_K = format_penalties(episodes.invalid_K, episodes.format_penalty_N, cu)
@@ -332,6 +335,7 @@ def _shaped_rewards(
     unclipped = rewards_K if by_turn else segment_sums(rewards_K, cu)
     sizes = sizes_K if by_turn else segment_sums(sizes_K, cu)
     clipped = clip(unclipped, spec.reward_clip)
+    # The clip's bound is exact, so what was rounded before no longer counts.
     sizes = np.where(clipped != unclipped, np.abs(clipped), sizes)
     metrics["critic/reward_clip_frac"] = (
         float(np.mean(clipped != unclipped)) if len(unclipped) else 0.0
@@ -401,6 +405,8 @@ def _by_running_moments(
     shift_N, scale_N = normalized.shift_N, normalized.scale_N
     degenerate_N = normalized.degenerate_N
     if spec.norm_mean == "running":
+        # Without spread the score itself is the mean, so that rounding is not taken for a
+        # difference.
         shift_N = np.where(differs_N, [m.mean for m in moments_N], scores_N)
     if spec.norm_std == "running":
         flat = 1.0 if spec.norm_mean == "running" else 0.0
@@ -431,6 +437,7 @@ def _rewards_of_turns(
     values_K = rewards_K * normalized.scale_N[owner_K] - on_last_turn(
         normalized.shift_N * normalized.scale_N, cu
     )
+    # A turn without tokens cannot carry its reward, which goes to a neighbour.
     carried_K = np.bincount(
         carriers(episodes.response_tokens_K, cu), values_K, minlength=len(values_K)
     ).astype(np.float64)
@@ -469,6 +476,7 @@ def _own(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> Estimates:
     if not len(rewards_K):
         return rewards_K, {}
     found = np.asarray(spec.function(episodes, rewards_K))
+    # A scalar would be broadcast to all turns, silently.
     if found.shape != rewards_K.shape or found.dtype.kind not in "fiub":
         raise ValueError(
             f"{spec.estimator} returned {found.dtype} of shape {found.shape}: return an array of "

@@ -139,8 +139,10 @@ def reward_sums(
             turn = turns_L[t]
             if turn < 0:
                 continue
+            # Backwards: the first token that is seen of a turn is its last.
             reward = per_turn_K[turn] if turn != following else 0.0
             if kl_code != 0:
+                # The KL counts at every token, the reward of the turn only at its last.
                 reward -= kl_coef * token_kl(old_L[t], ref_L[t], kl_code)
             following = turn
             if mask_L[t]:
@@ -184,6 +186,7 @@ def discount(
         probe = 0.0
         for t in range(cu_N1[n + 1] - 1, cu_N1[n] - 1, -1):
             turn = turns_L[t]
+            # Observations are not the policy's choice: the recurrence passes over them.
             if turn < 0:
                 advantages_L[t] = 0.0
                 if has_values:
@@ -201,9 +204,12 @@ def discount(
             value = np.float64(values_L[t]) if has_values else 0.0
             next_advantage = reward + gamma * next_value - value + gamma * lambd * next_advantage
             next_value = value
+            # A filtered token leaves the loss, not the recurrence: its reward must reach earlier
+            # tokens.
             advantages_L[t] = next_advantage if mask_L[t] else 0.0
             if has_values:
                 returns_L[t] = next_advantage + value
+            # NaN or infinity times 0 is NaN, so one sum finds any of them without a branch.
             probe += next_advantage * 0.0
             if mask_L[t]:
                 count += 1

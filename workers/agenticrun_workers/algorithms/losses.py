@@ -99,10 +99,12 @@ class Ppo(Variant):
         a_N = tokens.advantages_N
         plain_N = -ratio_N * a_N
         bounded_N = -ratio_N.clamp(1 - self.clip_low, 1 + self.clip_high) * a_N
+        # The larger loss is the pessimistic bound of PPO.
         loss_N, clipped_N = torch.maximum(plain_N, bounded_N), bounded_N > plain_N
         if self.dual_clip is None:
             return loss_N, clipped_N
         ceiling_N = -self.dual_clip * a_N
+        # Only for A < 0: there, PPO's own bound lets the ratio grow without limit.
         beyond_N = (a_N < 0) & (loss_N > ceiling_N)
         return torch.where(beyond_N, ceiling_N, loss_N), clipped_N | beyond_N
 
@@ -138,6 +140,7 @@ class Tis(Variant):
 
     @override
     def losses(self, tokens: LossTokens, ratio_N: Tensor) -> tuple[Tensor, Tensor]:
+        # The weight is a constant: its gradient would be that of another objective.
         fixed_N = ratio_N.detach()
         weight_N = fixed_N.clamp(self.lower_bound, self.upper_bound)
         return -weight_N * tokens.advantages_N * tokens.logprobs_N, weight_N != fixed_N
@@ -184,6 +187,7 @@ class Cispo(Variant):
         weight_N = fixed_N.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
         clipped_N = weight_N != fixed_N
         if self.unified_mask:
+            # Where PPO's clip would have zero gradient.
             held_N = torch.where(fixed_N > weight_N, a_N > 0, a_N < 0) & clipped_N
             weight_N = weight_N * ~held_N
         return -weight_N * a_N * tokens.logprobs_N, clipped_N
@@ -266,6 +270,7 @@ def policy_loss(variant: Variant, level: RatioLevel, tokens: LossTokens) -> Poli
     ratio_N = importance_ratio(tokens, level)
     loss_N, clipped_N = variant.losses(tokens, ratio_N)
     if tokens.is_weights_N is not None:
+        # After the variant, so that its clip sees the loss of the policy alone.
         loss_N = tokens.is_weights_N * loss_N
     return PolicyLoss(loss_N, ratio_N.detach(), clipped_N.detach())
 
@@ -302,6 +307,7 @@ def kl_loss(
     difference_N = ref_logprobs_N.detach() - logprobs_N
     if kind == "k2":
         return difference_N.square() / 2
+    # Before exp, and not after it: infinity times the zero gradient of a clamp is NaN.
     exponent_N = difference_N if limit is None else difference_N.clamp(max=_LARGEST_EXPONENT)
     estimate_N = exponent_N.expm1() - exponent_N
     return estimate_N if limit is None else estimate_N.clamp(max=limit)
@@ -352,9 +358,11 @@ def _run_means(values_N: Tensor, *keys_N: Tensor) -> Tensor:
     """Replace each value by the mean of its run of equal keys, [N]."""
     starts_N = torch.zeros(len(values_N), dtype=torch.bool, device=values_N.device)
     for key_N in keys_N:
+        # A run ends where any of the keys changes.
         starts_N[1:] |= key_N[1:] != key_N[:-1]
     run_N = starts_N.cumsum(0)
     sums_R = values_N.new_zeros(len(values_N)).index_add(0, run_N, values_N)
+    # Runs that do not exist have a count of 0; nothing reads their mean.
     counts_R = values_N.new_zeros(len(values_N)).index_add(0, run_N, torch.ones_like(values_N))
     return (sums_R / counts_R.clamp(min=1))[run_N]
 

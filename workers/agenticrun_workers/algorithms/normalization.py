@@ -76,6 +76,7 @@ def normalization(
     if std == "none":
         return Normalization(shift_N, np.ones(len(scores_N)), np.zeros(len(scores_N), np.bool_))
     std_N = set_stds(scores_N, over[std])
+    # A deviation of pure rounding would blow noise up to size 1.
     degenerate_N = ~spread(scores_N, over[std], sizes_N)
     same_set = mean != "none" and np.array_equal(over[mean], over[std])
     scale_N = np.where(
@@ -89,6 +90,7 @@ def spread(scores_N: Floats, sets_N: Integers, sizes_N: Floats | None = None) ->
 
     A set of one has no spread.
     """
+    # Relative to the largest score of the set, because float32 rounds relative to size.
     largest = np.zeros(int(sets_N.max(initial=-1)) + 1)
     np.maximum.at(largest, sets_N, np.abs(scores_N) if sizes_N is None else sizes_N)
     differs_N: Booleans = set_stds(scores_N, sets_N) > ROUNDING * largest[sets_N]
@@ -110,6 +112,7 @@ def set_stds(scores_N: Floats, sets_N: Integers) -> Floats:
 
     It is computed in two phases: the mean first, then the squares about it.
     """
+    # About the mean: the sum of squares minus the square of the sum cancels digits.
     squares = np.bincount(sets_N, (scores_N - set_means(scores_N, sets_N)) ** 2)
     return np.sqrt(squares / np.maximum(np.bincount(sets_N) - 1, 1))[sets_N]
 
@@ -143,6 +146,7 @@ class Moments:
         """Return the moments of values, the same in any order."""
         if not len(values):
             return cls(0.0, 0.0, 0.0)
+        # Exact sums, so that the order of arrival cannot change a bit.
         mean = math.fsum(values) / len(values)
         return cls(float(len(values)), mean, math.fsum((values - mean) ** 2))
 
@@ -189,6 +193,7 @@ def moments(
     """
     count, total = reduce(np.array([count, total], np.float64))
     if not count:
+        # The number of reductions does not depend on the values.
         reduce(np.zeros(2))
         return Moments(0.0, 0.0, 0.0)
     center = float(total / count)

@@ -51,6 +51,7 @@ def carriers(response_tokens_K: Integers, cu_turns_N1: Integers) -> Integers:
     turn_K = np.arange(len(response_tokens_K))
     owner_K = owners(cu_turns_N1)
     spoke_K = response_tokens_K > 0
+    # The nearest turn before with tokens, carried forward by a running maximum.
     earlier_K = np.maximum.accumulate(np.where(spoke_K, turn_K, -1))
     later_K = np.minimum.accumulate(np.where(spoke_K, turn_K, len(turn_K))[::-1])[::-1]
     has_later_K = later_K < cu_turns_N1[1:][owner_K]

@@ -165,6 +165,7 @@ def _mask_and_weights(
     The mask holds the response tokens of trajectories that train, without filtered tokens.
     """
     cu_N1 = tokens.cu_trajectories_N1
+    # The mask alone needs no log-probs.
     if spec.correction is None:
         mask_L = np.empty(len(tokens.turns_L), np.bool_)
         run(kernels.response_mask, cu_N1, tokens.turns_L, tokens.trains_N, mask_L)
@@ -180,6 +181,7 @@ def _mask_and_weights(
         old_L,
         engine_L,
     )
+    # Which array and which trajectory: the kernel only knows that something is wrong.
     if not corrected.finite:
         _finite(tokens, "old_logprobs_L", "correction")
         _finite(tokens, "engine_logprobs_L", "correction")
@@ -221,6 +223,7 @@ def _token_rewards(
     if spec.reward_clip is not None or spec.whiten_rewards:
         count, total, _, clipped = sums_about(0.0)
         if spec.whiten_rewards:
+            # Moments over all ranks: with its own, each rank would train on another scale.
             over_ranks = moments(count, total, lambda center: sums_about(center)[1:3], reduce)
             rewards = rewards._replace(shift=over_ranks.mean, scale=over_ranks.scale(kl_coef))
         count, clipped = reduce(np.array([count, clipped]))
@@ -307,6 +310,7 @@ def _whiten_and_clip(
 
     The reported mean and std are those BEFORE whitening: afterwards they carry no information.
     """
+    # Every rank reduces in the same order, whatever its own tokens are.
     count, advantages, values, _ = reduce(totals)
     tokens = max(count, 1.0)
     metrics = {"critic/advantages/mean": float(advantages / tokens)}

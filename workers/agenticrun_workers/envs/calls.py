@@ -101,6 +101,7 @@ async def in_thread(call: Callable[[], Outcome]) -> Outcome:
     """
     thread = _idle_thread()
     try:
+        # Threads are reused: starting one takes longer than most steps.
         outcome = await thread.run_call(call)
     except asyncio.CancelledError:
         thread.abandon()
@@ -118,6 +119,7 @@ async def in_task(awaitable: Awaitable[Any], patience_seconds: float = 0.0) -> O
     """
     task = asyncio.ensure_future(awaited(awaitable))
     try:
+        # `wait` and not `await`: a SystemExit of the task must stay in the task.
         await asyncio.wait({task})
     finally:
         if not task.done():
@@ -158,6 +160,7 @@ class _CallThread(threading.Thread):
     def abandon(self) -> None:
         _abandoned.append(self)
         raise_in(self.ident or 0, Abandoned)
+        # Should it survive the exception, it ends when its call does.
         self._calls.put(None)
 
     def run(self) -> None:
@@ -273,6 +276,7 @@ class EnvCalls:
 
     async def _call(self, env: Env, call: Callable[..., Any], *places: Any, **names: Any) -> Any:
         calling = partial(attempt, call, *places, **names)
+        # Code that says it never blocks saves the hand-over to a thread.
         if inspect.iscoroutinefunction(call) or not getattr(env, "blocking", True):
             return await self._in_time(call, calling, threaded=False)
         async with _room():
@@ -289,6 +293,7 @@ class EnvCalls:
         try:
             async with asyncio.timeout(self._timeout):
                 outcome = await in_thread(calling) if threaded else calling()
+                # A plain function may return a coroutine.
                 if inspect.isawaitable(outcome.value):
                     outcome = await in_task(outcome.value)
         except TimeoutError:
@@ -456,6 +461,7 @@ def number(value: object, what: str) -> float:
     Raises:
         EnvFault: the value is not a number, not finite or too large.
     """
+    # `float` would read numbers from text, which is a mistake in every case so far.
     has_text = isinstance(value, (str, bytes, bytearray, memoryview)) or (
         isinstance(value, np.ndarray) and value.dtype.kind not in "biuf"
     )

@@ -62,6 +62,7 @@ async def receive_async(reader: asyncio.StreamReader) -> Any:
         Exception: what unpickling raises.
     """
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    # The length comes from user code: it must not fill the worker's memory.
     if length > MAX_FRAME:
         raise TooLong(f"{length:,} bytes; {MAX_FRAME:,} are allowed")
     return pickle.loads(await reader.readexactly(length))
@@ -138,6 +139,7 @@ class IsolatedEnv:
     async def _call(self, name: str, *arguments: Any) -> Any:
         self._pipe.send((name, arguments, self.film and name in ("reset", "step")))
         self._latest = await self._pipe.receive()
+        # An environment may change its instruction with each episode.
         self.instruction = self._latest["instruction"]
         return self._latest["value"]
 
@@ -284,6 +286,7 @@ class Isolation:
             async with asyncio.timeout(self._timeout):
                 facts = await pipe.receive()
         except TimeoutError:
+            # Starts of a server that was replaced do not count against the new one.
             if server is self._server:
                 self._timeouts += 1
                 if self._timeouts >= MAX_TIMEOUTS:  # it may read no requests, which pile up
@@ -303,6 +306,7 @@ class Isolation:
 
     def _running_server(self) -> ForkServer:
         if self._server is None:
+            # By a file, because a config may be longer than a command line.
             with tempfile.TemporaryFile() as setup:
                 pickle.dump((sys.path, self._type, self._config), setup)
                 setup.seek(0)
@@ -315,6 +319,7 @@ class Isolation:
                     ],
                     None,
                     pass_fds=[setup.fileno()],
+                    # sys.path of this process, which may have been extended since it started.
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 )
         return self._server

@@ -91,6 +91,7 @@ def read_splits(spec: DatasetSpec, field: str) -> dict[str, Rows]:
 
 def _find(path: str) -> list[str]:
     """Return the matches of a path or glob, relative to here or to PYTHONPATH (`spec.code`)."""
+    # `spec.code` is on PYTHONPATH, so its data files are found by the same path as on a laptop.
     folders = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     matches = (sorted(glob.glob(os.path.join(folder, path))) for folder in folders)
     return next(filter(None, matches), [])
@@ -102,12 +103,14 @@ NO_TYPES = "types are those of CSV fields; other data sets have their own: leave
 def _from_files(paths: list[str], spec: DatasetSpec, field: str) -> Rows:
     kinds = {file_kind(path) for path in paths}
     compressed = any(path.endswith(COMPRESSED) for path in paths)
+    # Mixed files would have columns of different types.
     if len(kinds) != 1 or not kinds <= {*KINDS} or (compressed and ".parquet" in kinds):
         raise InvalidConfig(
             f"{field}.path",
             f"one kind of {', '.join(KINDS)} (JSON and CSV also with {' or '.join(COMPRESSED)}) "
             f"is expected, not {', '.join(sorted({Path(path).suffix for path in paths}))}",
         )
+    # Sharded exports often have empty files, which parsers refuse.
     filled = [path for path in paths if Path(path).stat().st_size]
     if not filled:
         raise InvalidConfig(f"{field}.path", f"{paths[0]} is empty")
@@ -262,12 +265,14 @@ def read_json(paths: Sequence[str]) -> TextRows:
     columns: dict[str, None] = {}
     files = [_File(path, _buffer(path)) for path in paths]
     for file in files:
+        # `.json` may hold lines or one list: only the content tells.
         if file_kind(file.path) == ".json" and not _has_json_lines(file):
             try:
                 content = json.loads("".join(file.lines()))
             except (ValueError, RecursionError) as error:
                 raise BadFile(f"{file.path} cannot be read: JSON parse error: {error}") from error
             rows = content if isinstance(content, list) else [content]
+            # As lines, so that rows are read one at a time like those of other files.
             file.buffer = "".join(json.dumps(row) + "\n" for row in rows).encode()
             file.unit = "item"
         lines = file.lines()
@@ -314,6 +319,7 @@ def _buffer(path: str) -> Buffer:
             with pa.input_stream(path, compression="zstd") as stream:
                 content: bytes = stream.read()
             return content
+        # Mapped: the pages are shared by all env workers of a pod, and need no memory of ours.
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, EOFError) as error:  # a file that was cut off is an EOFError
@@ -349,10 +355,12 @@ def _index_records(file: _File, lines: _Lines, types: Mapping[str, str]) -> list
     names: list[str] = []
 
     def decode(record: str) -> Values:
+        # Parsed again when the row is read: an index of offsets is all that stays in memory.
         (fields,) = csv.reader(io.StringIO(record, newline="\n"))
         return _converted(names, fields, types)
 
     file.decode = decode
+    # A record may span several lines, so its beginning is where the last one ended.
     begin = lines.end
     for fields in csv.reader(lines, strict=True):
         if fields and not names:
@@ -386,6 +394,7 @@ def _value(text: str, kind: str, name: str) -> Any:
 
 
 def _whole_number(text: str) -> int:
+    # Python reads 1_000 as a number, other programs as text.
     if "_" in text:
         raise ValueError("Python's separator of digits")
     return int(text)

@@ -79,6 +79,7 @@ class Dataset:
             *(set(self._train[0].column_names) - set(spec.columns.values())),
         }
         """Column names of each item."""
+        # Of the last few epochs: groups of two epochs may run at the same time.
         self._order = lru_cache(maxsize=4)(self._draw_order)
 
     def size(self, stream: Stream) -> int:
@@ -94,6 +95,7 @@ class Dataset:
         rows = self._rows(stream)
         row = (
             rows[self._order(stream, epoch)[place]]
+            # Validation keeps the order of the file, so that results can be compared item by item.
             if self._shuffle and stream is not Stream.VALIDATION
             else rows[place]
         )
@@ -169,6 +171,7 @@ def hold_out(rows: RowNumbers, share: float, field: str) -> tuple[RowNumbers, Ro
         raise InvalidConfig(
             f"{field}.valShare", "one item cannot be both trained on and held out: set valSplit"
         )
+    # At least one of each, whatever the share.
     count = min(max(1, round(share * len(rows))), len(rows) - 1)
     held = np.zeros(len(rows), np.bool_)
     held[np.random.default_rng(derive(HOLDOUT_SEED, "hold-out")).permutation(len(rows))[:count]] = (
@@ -239,6 +242,7 @@ class Demonstrations:
             message = f"item {key.group} of the warm-up: {type(error).__name__}: {error}"
             return Trajectory(key, tag, (), StopReason.ENV_ERROR, error=message)
         tokens = len(prompt_T) + len(answer_T)
+        # A cut answer would teach the policy to stop early.
         if tokens > self._sequence_length:
             message = (
                 f"item {key.group} of the warm-up has {tokens} tokens, "

@@ -71,6 +71,7 @@ class FrameRecorder:
                     f"render returned {frame.dtype} {list(frame.shape)}, "
                     "not uint8 [height, width, 3]"
                 )
+            # A copy, because environments often draw into one array.
             self.frames.append(frame.copy())
         except Exception as error:  # an environment is a user's code and may raise anything
             _warn(f"{type(self._env).__name__} cannot be drawn: {type(error).__name__}: {error}")
@@ -88,6 +89,7 @@ def animated_gif(frames: Sequence[NDArray[np.uint8]]) -> bytes:
     )
     height, width = frames[0].shape[:2]
     scale = min(1.0, MAX_SIDE / max(height, width))
+    # GIF sizes cannot be computed before the encoding.
     while max(height, width) * scale >= MIN_SIDE:
         size = (max(1, round(width * scale)), max(1, round(height * scale)))
         content = _encoded([Image.fromarray(frames[place]).resize(size) for place in chosen])

@@ -74,11 +74,13 @@ def main() -> None:
     # From here on this is a child, which keeps only the files that were handed over.
     for number, fd in enumerate(files):
         os.dup2(fd, number)  # above REPORT: the parent's control, output, errors were there first
+    # An inherited file would be a way out of the sandbox.
     if libc.syscall(CLOSE_RANGE, REPORT + 1, 2**31 - 1, 0) != 0:
         os.closerange(REPORT + 1, os.sysconf("SC_OPEN_MAX"))
     with open(0, "rb", closefd=False) as source:
         order: Order = json.loads(source.readline())
         code = source.read().decode()
+    # Before Landlock, which leaves only this folder writable.
     os.chdir(order["scratch"])
     os.environ.update(HOME=order["scratch"], TMPDIR=order["scratch"])
     layers = {
@@ -92,12 +94,15 @@ def main() -> None:
             ("seccomp", filter_calls),
         )
     }
+    # Every layer is tried, so that the report names all that are missing.
     missing = [name for name in order["required"] if layers[name].startswith("no: ")]
     os.write(REPORT, json.dumps(layers).encode())
+    # The code must not be able to report for the launcher.
     os.close(REPORT)
     if missing:
         os._exit(0)
     sys.path += order["packages"]
+    # The order, with the code, was its standard input.
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     run(code)
@@ -143,6 +148,7 @@ def run(code: str) -> None:
             )
         )
         status = 1
+    # `os._exit` flushes nothing.
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -163,6 +169,7 @@ def set_limits(order: Order) -> str:
     for name, limit in order["limits"].items():
         kind = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(kind)
+        # A limit of the machine's own that is lower stays.
         value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (value, value))
     return ", ".join(f"{name} {limit}" for name, limit in order["limits"].items())
@@ -175,6 +182,7 @@ def unshare(_: Order) -> str:
 
 
 def drop_capabilities(_: Order) -> str:
+    # The kernel knows fewer and says where they end.
     for capability in range(64):
         if prctl(PR_CAPBSET_DROP, capability) != 0:
             break
@@ -185,6 +193,7 @@ def drop_capabilities(_: Order) -> str:
 
 
 def forbid_privileges(_: Order) -> str:
+    # Landlock and seccomp need it without privileges.
     check("prctl", prctl(PR_SET_NO_NEW_PRIVS, 1))
     check("prctl", prctl(PR_SET_DUMPABLE, 0))
     return "on"
@@ -195,6 +204,7 @@ def restrict_files(order: Order) -> str:
     abi = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
     check("landlock", abi)
     rights = (1 << FILE_RIGHTS_BY_ABI.get(abi, 16)) - 1
+    # Later versions of the ABI also close the network and signals.
     ruleset = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     ruleset_fd = libc.syscall(
         LANDLOCK_CREATE, ruleset, ctypes.c_size_t(24 if abi >= 6 else 16 if abi >= 4 else 8), 0

@@ -133,6 +133,7 @@ def run_python(code: str, limits: Limits | None = None, mode: SandboxMode = "req
             )
             try:
                 return _run(source, limits, mode, scratch)
+            # Only if no line of the code has run: a second run must not repeat its effects.
             except _NotBegun:
                 return _run(source, limits, mode, scratch)
     finally:
@@ -226,6 +227,7 @@ def _layers(process: Child) -> dict[str, str]:
     with selectors.DefaultSelector() as selector:
         selector.register(process.report, selectors.EVENT_READ)
         said = os.read(process.report, 65536) if selector.select(START_SECONDS) else b""
+    # It may hang, and hold its pipes open.
     if not said:
         process.kill()
         errors = os.read(process.errors, 65536)
@@ -264,6 +266,7 @@ def _watch(process: Child, limits: Limits, scratch: str, layers: Mapping[str, st
                 and (status := process.wait(TICK_SECONDS)) is not None
             ):
                 end = _end(status)
+            # The code may be within its time although this thread was late: its end decides.
             if end is None and time.monotonic() - start > limits.seconds:
                 late = _end_when_late(process)
                 _read(selector, written, 0)
@@ -304,6 +307,7 @@ def _end(status: int) -> End:
 def _limit_met(limits: Limits, scratch: str, written: Mapping[int, bytearray]) -> End | None:
     if sum(map(len, written.values())) > limits.output_bytes:
         return "output"
+    # Polled: no quota of the kernel counts a folder's bytes.
     count, size = _usage(scratch)
     return "files" if count > MOST_FILES or size > limits.scratch_mb * 2**20 else None
 
@@ -341,6 +345,7 @@ class Child:
                 said = self._call.recv(16)
             except TimeoutError:
                 return None
+            # The server is gone, and its children with it.
             except ConnectionError:
                 said = b""
             if not said:
@@ -445,6 +450,7 @@ def _request(launcher: Path, files: list[int]) -> tuple[_Server, socket.socket]:
     """
     global _server  # noqa: PLW0603 - one per process
     with _lock:
+        # A dead server is noticed by its socket; a new one takes its place.
         if _server is not None and _server.launcher == launcher:
             with contextlib.suppress(ConnectionError, TimeoutError):  # it is dead, or hangs
                 return _server, _server.fork(files)

@@ -63,9 +63,12 @@ class BroadcastSync:
             if not broken and sent is None:
                 break
             if sent is not None and not isinstance(sent, BroadcastFailed):
+                # Not a lost member: a mistake of the trainers, which another attempt would repeat.
                 raise sent
+            # A group that has lost a member is useless to all others.
             self._members = frozenset()
             dead = {name: error for name, error in broken.items() if isinstance(error, ActorDied)}
+            # While an engine died, the others failed because of it: only the dead are given up.
             failed |= dead or broken
             if not dead:
                 break
@@ -83,6 +86,7 @@ class BroadcastSync:
         first, *others = self._trainers
         if self._members != receivers.keys():
             joined = await self._make_group(receivers)
+            # The trainer's send would wait for members that never come.
             if any(isinstance(error, BaseException) for error in joined.values()):
                 return BroadcastFailed("the engines did not meet"), joined
             self._members = frozenset(receivers)
@@ -92,6 +96,7 @@ class BroadcastSync:
             )
             for receiver in receivers.values()
         ]
+        # Before the trainer's call is awaited: the export is collective over the ranks.
         assisting = [other.call(lambda rank: rank.assist_export()) for other in others]
         sent, *outcomes = await asyncio.gather(
             first.call(lambda rank: rank.broadcast_weights()), *calls, return_exceptions=True
@@ -109,6 +114,7 @@ class BroadcastSync:
             return_exceptions=True,
         )
         sizes = [answer for answer in answers if isinstance(answer, int)]
+        # The world's size must be known before the first rank listens.
         if len(sizes) < len(answers):
             for answer in answers:
                 if not isinstance(answer, int | ActorDied):
@@ -119,6 +125,7 @@ class BroadcastSync:
             }
         host, port = await first.call(lambda trainer: trainer.rendezvous())
         world = 1 + sum(sizes)
+        # Rank 0 is the trainer; an engine with several processes takes as many ranks.
         ranks = [1 + sum(sizes[:number]) for number in range(len(sizes))]
         joins = [
             r.handle.call(lambda engine: engine.join_broadcast(host, port, rank, world))

@@ -44,6 +44,7 @@ class WeightGroup:
         listener: socket.socket | None = None,
     ) -> None:
         self._device = device
+        # The port is bound before the engines learn of it, so no other program can take it.
         descriptor = None if listener is None else listener.detach()
         store = dist.TCPStore(host, port, world, rank == 0, TIMEOUT, master_listen_fd=descriptor)
         self._store = dist.PrefixStore(PREFIX, store)
@@ -68,6 +69,7 @@ class WeightGroup:
         Raises:
             RuntimeError: the trainer has died, or is late.
         """
+        # No zeros: the broadcast overwrites all of it.
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         self._broadcast(tensor)
         return tensor

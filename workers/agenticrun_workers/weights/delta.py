@@ -36,12 +36,14 @@ def patch(elements_N: Bits, delta: NDArray[np.uint8]) -> int:
     split = 8 + count * elements_N.itemsize
     values_K = delta[8:split].view(elements_N.dtype)
     codes = delta[split:].view(np.uint16)
+    # An escape moves on without writing, so gaps of any length fit into 16 bits.
     positions = np.cumsum(codes, dtype=np.int64)
     elements_N[positions[codes != ESCAPE]] = values_K
     return count
 
 
 def _gap_codes(gaps_K: NDArray[np.int64]) -> NDArray[np.uint16]:
+    # Nearly always: changes of an optimizer step lie close together.
     if gaps_K.max(initial=0) < ESCAPE:
         return gaps_K.astype(np.uint16)
     escapes_K, rest_K = np.divmod(gaps_K, ESCAPE)

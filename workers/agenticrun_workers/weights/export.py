@@ -70,15 +70,18 @@ class BucketWriter:
         exported = iter(weights)
         for mapped in self._buckets:
             was_written = mapped.bucket.index in self._checksums
+            # The first export has nothing to compare with.
             overwrite = _Overwrite(mapped, deltas=self._deltas and was_written)
             for tensor in mapped.bucket.tensors:
                 overwrite.append(_bytes_of(tensor, next(exported, None)))
             yield self._finish(mapped.bucket, overwrite)
+        # Asked only at the end, because the generator gathers each parameter from all ranks.
         if (more := next(exported, None)) is not None:
             raise ValueError(f"the trainer exports {more[0]}, which it did not export at first")
 
     def _finish(self, bucket: Bucket, overwrite: _Overwrite) -> WrittenBucket:
         delta = overwrite.delta()
+        # In shared memory beside the bucket: other nodes fetch it, receivers here need neither.
         if delta is not None:
             (self._folder / bucket.delta_file).write_bytes(delta.data)
         base = self._checksums.get(bucket.index)
@@ -115,6 +118,8 @@ class _Overwrite:
         for start in range(0, len(new), CHUNK_BYTES):
             chunk = new[start : start + CHUNK_BYTES]
             held = self.mapped.data[self._position : self._position + len(chunk)]
+            # In the same pass over the chunk: it is in the cache of a core for comparison, copy and
+            # hash.
             if self.deltas:
                 self._compare(held, chunk)
             np.copyto(held, chunk)
@@ -131,8 +136,10 @@ class _Overwrite:
     def _compare(self, held: NDArray[np.uint8], new: NDArray[np.uint8]) -> None:
         item_bytes = self.mapped.bucket.item_bytes
         unsigned = UNSIGNED[item_bytes]
+        # As bits: NaN differs from itself, and -0.0 equals 0.0, but both must arrive exactly.
         changed_K = np.flatnonzero(held.view(unsigned) != new.view(unsigned))
         self.changed += len(changed_K)
+        # Once the whole bucket is smaller, indices would only cost memory.
         if not self._is_too_large():
             self._indices.append(changed_K + self._position // item_bytes)
 

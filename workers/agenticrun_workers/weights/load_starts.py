@@ -44,6 +44,7 @@ class LoadStarts:
         """
         reader = aiter(files)
         await anext(reader, None)
+        # Files that are all there end the wait, however long the last sync took.
         with suppress(TimeoutError):
             async with asyncio.timeout(self.seconds.get(name, 0.0)):
                 async for _ in reader:
@@ -52,6 +53,7 @@ class LoadStarts:
 
     def learn(self, name: str, arrivals_B: Sequence[float], load: LoadTimes) -> None:
         """Take note of a receiver's load, of which the files arrived at these times."""
+        # The first sync may create files and compile: its times do not repeat.
         if name not in self.seconds:
             self.seconds[name] = 0.0
             return

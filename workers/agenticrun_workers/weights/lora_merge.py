@@ -88,6 +88,7 @@ class AdapterMerger:
 
     def _base(self, name: str) -> Tensor:
         stored = self._files.get(name)
+        # Once per parameter: the files do not change while they are mapped.
         if name not in self._verified:
             if stored is None or _checksum(stored) != self._plan.checksums[name]:
                 raise InvalidConfig(
@@ -135,6 +136,7 @@ class ModelFiles:
 
     def get(self, name: str) -> Tensor | None:
         """Return a view of the file in its own dtype, or None for an unknown name."""
+        # Views are made once: safetensors 0.8 leaks memory whenever it makes one.
         if name not in self._views and name in self._file_of:
             self._views[name] = self._file_of[name].get_tensor(name)
         return self._views.get(name)
@@ -161,6 +163,7 @@ class _BaseComparison:
 
     def compare(self, name: str, value: Tensor) -> None:
         """Compare one parameter, unless another one differs already."""
+        # After a difference the loop only takes part in the collective.
         if not self.refusal:
             self.refusal = self._difference(name, value)
 
@@ -170,8 +173,10 @@ class _BaseComparison:
         stored = self._files.get(name)
         if stored is None:
             return f"the model's files have no parameter {name}"
+        # The plan names one dtype for the base.
         if value.dtype != self.dtype:
             return f"{name} is held in {value.dtype}, others in {self.dtype}"
+        # Compared as the trainers hold it: rounding to their dtype is not a difference.
         if not torch.equal(stored.to(value.dtype), value.cpu()):
             return f"{name} is not what the model's files hold"
         self.checksums[name] = _checksum(stored)

@@ -216,6 +216,7 @@ class FunctionJudge(Judge):
     calls_at_once = 8
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        # Refused when the run is checked, and not in the first episode.
         inspect.signature(function).bind(None, **arguments)
         self._function = partial(function, **arguments)
 
@@ -238,6 +239,7 @@ class FunctionJudge(Judge):
         ]
 
     async def _in_thread(self, episode: JudgedEpisode) -> Outcome:
+        # Each abandoned thread keeps its memory until its call returns.
         if hanging() >= MAX_HANGING:
             raise JudgeFailed(f"{MAX_HANGING} earlier calls hang forever: give each a time limit")
         return await in_thread(partial(attempt, self._function, episode))

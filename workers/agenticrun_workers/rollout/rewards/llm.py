@@ -79,6 +79,7 @@ class LLMJudge(Judge):
             raise ValueError(f"baseUrl {base_url!r} does not begin with http:// or https://")
         if concurrency < 1 or max_retries < 0:
             raise ValueError("concurrency must be at least 1 and maxRetries at least 0")
+        # Otherwise every episode would fail with status 401.
         if api_key_env and not os.environ.get(api_key_env):
             raise ValueError(
                 f"apiKeyEnv: {api_key_env} is not set on the env pods: "
@@ -115,6 +116,7 @@ class LLMJudge(Judge):
 
     async def _ask(self, body: dict[str, Any]) -> str:
         """Return the model's answer. Raises `JudgeFailed` after the last retry."""
+        # Made in the event loop that uses it, which does not run yet in the constructor.
         if self._http is None:
             # With `trust_env` it uses the machine's proxy, as other clients of outside services.
             self._http = aiohttp.ClientSession(
@@ -128,6 +130,7 @@ class LLMJudge(Judge):
                     if response.status == 200:
                         return _content(await response.text())
                     problem = f"HTTP {response.status}: {(await response.text())[:MAX_SHOWN]}"
+                    # A refusal will not change.
                     if response.status not in RETRIED:
                         break
             except (aiohttp.ClientError, ConnectionError) as error:
@@ -135,6 +138,7 @@ class LLMJudge(Judge):
         raise JudgeFailed(f"{self._url}: {problem}")
 
     def _score(self, answer: str) -> float:
+        # The last match: models reason first, and name numbers on the way.
         matches = list(self._pattern.finditer(answer))
         found = matches[-1].group(self._pattern.groups) if matches else None
         try:

@@ -89,6 +89,7 @@ class JudgePanel:
         `judge/<name>/{seconds,cached}`. If a judge fails, it also has `judge/<name>/failures` and
         ends with env_error.
         """
+        # Nothing was said that could be judged.
         if not trajectory.turns:
             return trajectory
         queues = [queue for queue in self._queues if queue.scores_tag(trajectory.tag)]
@@ -113,6 +114,8 @@ class JudgePanel:
             else:
                 metrics[f"reward/{name}"] = score
                 added += weighted
+        # Without all its scores the reward would be another one than that of the group's other
+        # members.
         if failures:
             return replace(
                 trajectory,
@@ -166,6 +169,7 @@ class _JudgeQueue:
         else:
             pending = known
             self._known.move_to_end(key)
+        # Shielded: one episode that is stopped must not cancel the judgement for others.
         judgement = await asyncio.shield(pending)
         return _Verdict(judgement, time.perf_counter() - begin, cached=known is not None)
 
@@ -202,6 +206,7 @@ class _JudgeQueue:
 
     def _flush(self) -> None:
         """Send all waiting episodes to the judge in one call."""
+        # A full batch leaves before its time.
         if self._window is not None:
             self._window.cancel()
             self._window = None
@@ -228,6 +233,7 @@ class _JudgeQueue:
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _call(self, batch: list[tuple[JudgedEpisode, asyncio.Future[Judgement]]]) -> None:
+        # Waiting here does not count against the judge's time limit.
         async with self._free:
             judgements = await self._judgements([episode for episode, _ in batch])
         for (_, pending), judgement in zip(batch, judgements, strict=True):
@@ -261,6 +267,7 @@ class _JudgeQueue:
 
 def _checked_scores(answers: Iterable[Judgement], episodes: int) -> list[Judgement]:
     scores = [checked(each, "its score is") for each in answers]
+    # Scores that are missing would be given to the wrong episodes.
     if len(scores) != episodes:
         raise JudgeFailed(f"it gave {len(scores)} scores for {episodes} episodes")
     return scores

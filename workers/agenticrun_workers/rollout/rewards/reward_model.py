@@ -81,6 +81,7 @@ class RewardModelJudge(Judge):
                 f"label: {path} has {labels} label(s); "
                 f"name one from 0 to {labels - 1} if there are several, else none"
             )
+        # Padding is masked: any token does.
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         self._model.config.pad_token_id = self._tokenizer.pad_token_id
