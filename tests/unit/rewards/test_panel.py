@@ -311,7 +311,7 @@ async def test_closing_ends_calls_in_flight_and_those_that_wait_for_others() -> 
 
     class Waits(FakeJudge):
         async def judge(self, episodes: list[JudgedEpisode]) -> list[Judgement]:
-            self.calls.append(episodes)
+            self.calls.append([episode.answer for episode in episodes])
             await asyncio.sleep(3600)
             raise AssertionError("unreachable")
 
