@@ -225,7 +225,7 @@ class _JudgeQueue:
             call.add_done_callback(ended)
 
     async def close(self) -> None:
-        """Cancel all calls, those that wait for their window included."""
+        """Cancel all calls, also the ones in the waiting window."""
         self._flush()
         calls = list(self._calls)
         for call in calls:
