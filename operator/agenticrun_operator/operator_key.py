@@ -91,6 +91,7 @@ async def read_or_create(store: SecretStore, namespace: str, name: str) -> Opera
             log.info("created Secret %s/%s with a new operator key", namespace, name)
         except errors.AlreadyExists:
             pass  # by another replica
+        # Read back: the other replica's key counts if it was first.
         found = await store.get("Secret", namespace, name)
     try:
         return OperatorKey(b64decode((found or {})["data"][FIELD], validate=True).decode())

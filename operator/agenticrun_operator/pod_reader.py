@@ -100,6 +100,7 @@ def read_labelled_pod(manifest: Manifest) -> LabelledPod | None:
     owner = resources.controller(manifest)
     if role_of(manifest) is None or (owner and owner["kind"] != "RayCluster"):
         return None
+    # The label is only a claim; `resolve_pod` checks it against the run.
     named = (manifest["metadata"].get("labels") or {}).get(_CLUSTER, "")
     cluster = (owner["name"], owner["uid"]) if owner else (named, "")
     return LabelledPod(cluster, read_pod(manifest))
@@ -123,13 +124,16 @@ def resolve_pod(
     mine = uid or pod.run_uid == run.metadata.uid
     if name != run.metadata.name or not mine:
         return None
+    # Unknown is not the same as gone: only then are its pods orphans.
     if cluster is None:
         return replace(pod, orphan=True) if cluster_known else pod
     metadata = cluster["metadata"]
     made_at = metadata.get("creationTimestamp", "")
+    # Without an owner, age decides: it cannot belong to a RayCluster that is younger.
     current = uid == metadata["uid"] if uid else pod.created_at >= made_at
     if not current:
         return replace(pod, orphan=True)
+    # A user may have removed the pod's label; the RayCluster's owner is what counts.
     run_uid = (
         run.metadata.uid
         if resources.is_own(run, cluster)
@@ -154,6 +158,7 @@ def with_head(pods: Sequence[Pod], named: str | None, submitted_to: str | None) 
     """
     driver = Role.DRIVER  # a look-up in the enum for each of a thousand pods takes a while
     claimants = [pod for pod in pods if pod.role is driver and not pod.orphan]
+    # Of a replaced head the old pod is still there, while it is deleted.
     live = [pod for pod in claimants if not pod.deleting] or claimants
     if named:
         head = next((pod for pod in claimants if pod.name == named), None)
@@ -162,6 +167,7 @@ def with_head(pods: Sequence[Pod], named: str | None, submitted_to: str | None) 
     else:
         head = live[0] if len(live) == 1 else None
     if head is None:
+        # None of them may be trusted with the run's tokens.
         if not named and len(live) > 1:
             return [_as_claimant(pod, live) for pod in pods]
         return [_with_its_head(pod, None) for pod in pods]
@@ -181,6 +187,7 @@ def _with_its_head(pod: Pod, head: Pod | None) -> Pod:
     problem = pod.problem
     if problem is None or not problem.began or not problem.ended or pod.role is Role.DRIVER:
         return pod
+    # It began after this head: its end is its own.
     if head and head.started_at and _moment(problem.began) >= _moment(head.started_at):
         return pod
     follows = Problem(
@@ -200,6 +207,7 @@ def seems_incomplete(pods: Sequence[LabelledPod], cluster: Manifest) -> bool:
     It names its head and counts its ready workers. A pod without the run's labels, or one that was
     just deleted, is missing.
     """
+    # Pods without an owner may be the RayCluster's, too.
     driver, owners = Role.DRIVER, {"", cluster["metadata"]["uid"]}
     head, ready = head_name(cluster), cluster.get("status", {}).get("readyWorkerReplicas") or 0
     own = [item.pod for item in pods if item.cluster[1] in owners]
@@ -231,9 +239,11 @@ def role_of(manifest: Manifest) -> Role | None:
     KubeRay's labels say it, too, and only they make a pod the head.
     """
     labels = manifest["metadata"].get("labels") or {}
+    # KubeRay's label first: the run's own can be set by anyone who may write pods.
     if labels.get(_NODE_TYPE) == "head":
         return Role.DRIVER
     named = labels.get(names.LABEL_ROLE) or labels.get(_GROUP)
+    # A worker pod cannot call itself the head.
     return Role(named) if named in _ROLES and named != Role.DRIVER.value else None
 
 
@@ -248,6 +258,7 @@ def read_pod(manifest: Manifest) -> Pod:
     ready = readiness.get("status") == "True"
     problem = None if ready else _problem(manifest)
     labels = metadata.get("labels") or {}
+    # By name: users may add containers, in any order.
     found = (
         item for item in status.get("containerStatuses", ()) if item["name"] == names.RAY_CONTAINER
     )
@@ -299,6 +310,7 @@ def _disruption(status: Manifest) -> str:
         if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
             return condition.get("reason") or "DisruptionTarget"
     reason: str = status.get("reason") or ""
+    # An eviction by the node's pressure is no fault of the run; one by its own limits is.
     own_fault = reason == "Evicted" and _OWN_LIMIT.search(status.get("message") or "")
     return reason if reason in _DISRUPTED and not own_fault else ""
 
@@ -320,6 +332,7 @@ def _commit(status: Manifest) -> str:
 
 def _problem(pod: Manifest) -> Problem | PassingProblem | None:
     status = pod.get("status", {})
+    # The pod's own reason first: its containers only say that they were killed.
     if status.get("phase") == "Failed" and status.get("reason"):
         if own := _own_end(status):
             return Problem(Reason.CONTAINER_CRASHED, f"was ended by its node: {own}")
@@ -362,6 +375,7 @@ def _node_problem(pod: Manifest) -> Problem | None:
     containers = tuple(_container_statuses(pod))
     conditions = pod.get("status", {}).get("conditions", ())
     unready = any(item["type"] == "Ready" and item["status"] != "True" for item in conditions)
+    # A closed gate explains the condition as well.
     if not unready or not containers or _closed_gates(pod):
         return None
     if not all(item.get("ready") for item in containers):
@@ -395,6 +409,7 @@ def _unready(pod: Manifest) -> PassingProblem | None:
     since = [item["state"]["running"].get("startedAt", "") for item in unready]
     for condition in pod.get("status", {}).get("conditions", ()):
         if condition["type"] == "Ready":
+            # The newest: a pod that was ready before gets the whole time again.
             since.append(condition.get("lastTransitionTime") or "")
     if not any(since):
         return None
@@ -418,6 +433,7 @@ def _with_restarts(container: Manifest) -> str:
 
 
 def _preparing_since(pod: Manifest) -> str | None:
+    # Without a node it is the scheduler's matter, which says why itself.
     if not pod.get("spec", {}).get("nodeName"):
         return None
     conditions = {item["type"]: item for item in pod.get("status", {}).get("conditions", ())}
@@ -425,6 +441,7 @@ def _preparing_since(pod: Manifest) -> str | None:
         return None
     for container in _container_statuses(pod):
         waiting = container.get("state", {}).get("waiting") or {}
+        # Any other reason says what is wrong.
         if waiting.get("reason") not in _PLAIN_WAITING:
             return None
     since: str | None = conditions.get("PodScheduled", {}).get("lastTransitionTime")
@@ -474,11 +491,13 @@ def _container_problem(container: Manifest, image: str) -> Problem | None:
             Reason.CONTAINER_CRASHED,
             f"container {container['name']} cannot start: {message or reason}",
         )
+    # While it waits for a restart, the last end is the reason.
     ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get(
         "terminated"
     )
     if ended and ended.get("exitCode", 0) != 0:
         detail = _one_line(ended.get("message", "")) or _one_line(ended.get("reason", ""))
+        # The user can repair it: the message names the field of the run.
         if failed := _CODE_CONTAINERS.get(container["name"]):
             return Problem(Reason.CODE_UNAVAILABLE, f"{failed}: {detail}")
         # A process that the kernel killed for its memory has not ended on its own account.

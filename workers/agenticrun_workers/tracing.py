@@ -144,6 +144,7 @@ class Recorder:
 
     def begin(self, max_spans: int) -> None:
         """Begin to record, even if an earlier recording has not ended."""
+        # A recording whose end was lost, with the driver that asked for it.
         self._stop_sampling()
         self.number += 1
         self._buffers = _Buffers(max_spans)
@@ -160,6 +161,7 @@ class Recorder:
         self._stop_sampling()
         if self._sample is not None:
             self._take_sample()
+        # `close` changes the mapping.
         for key, span_ in list(self._buffers.open.items()):
             span_.args["unfinished"] = True
             self.close(key)
@@ -188,6 +190,7 @@ class Recorder:
         """Record that a counter has this value from now on. Call it only while `on`."""
         now = time.perf_counter_ns()
         points = self._buffers.counters.setdefault(name, [])
+        # The newest value counts, at the time of the first.
         if points and now - points[-1][0] < self._buffers.resolution:
             points[-1] = (points[-1][0], value)
             return
@@ -195,6 +198,8 @@ class Recorder:
             return
         points.append((now, value))
         if len(points) > POINTS:
+            # Half of them, and from now on half as dense: memory is bounded, the whole time stays
+            # visible.
             del points[1:-1:2]
             self._buffers.resolution *= 2
 
@@ -210,6 +215,7 @@ class Recorder:
 
     def close(self, key: object) -> int | None:
         """End a span and return its lane. A span of an earlier recording is ignored."""
+        # After `end`, spans still close in code that is under way.
         span_ = self._buffers.open.pop(key, None) if self.on else None
         if span_ is None:
             return None
@@ -228,6 +234,7 @@ class Recorder:
     def take_lane(self) -> int | None:
         """Return a free lane for a track; None if there is none, which is counted."""
         if self._buffers.free:
+            # The lowest, so that lanes at the top of a page are filled first.
             return heapq.heappop(self._buffers.free)
         self._buffers.left_out += 1
         return None
@@ -273,6 +280,7 @@ class Track:
         if self.recorder.on:
             self.lane()
         else:
+            # Known to be older than any recording.
             self._number = -1
         return self
 
@@ -284,6 +292,7 @@ class Track:
     ) -> None:
         if self._token is not None:
             _current.reset(self._token)
+        # The lane belongs to a recording: that of an earlier one must not be freed in this one.
         if self.recorder.on and self._number == self.recorder.number and self._lane is not None:
             self.recorder.close(self)
             self.recorder.free_lane(self._lane)
@@ -292,6 +301,7 @@ class Track:
         """Return the lane in the recording that is on; None if the track is left out of it."""
         recorder = self.recorder
         if self._number != recorder.number:
+            # 0 if it is new: entered since the recording began.
             late = {"began": "before the recording"} if self._number else {}
             self._number, self._lane = recorder.number, recorder.take_lane()
             if self._lane is not None:
@@ -377,6 +387,7 @@ def recording() -> bool:
 
 def span(name: str, **args: Any) -> AbstractContextManager[None]:
     """Record the `with` block in the track of this context."""
+    # Nearly always: one look at a set, so spans cost nothing while no one records.
     if not _recording:
         return _NO_SPAN
     track = _current.get()

@@ -82,16 +82,25 @@ class DirectTransport:
         limit: int,
         timeout: float = TIMEOUT_SECONDS,
     ) -> Response:
+        # An IPv6 address needs brackets in a URL.
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         url = f"http://{host}:{port}{path}"
         limits = aiohttp.ClientTimeout(total=timeout, connect=CONNECT_SECONDS)
         try:
             async with self._session.request(
-                method, url, json=body, headers=headers, timeout=limits, allow_redirects=False
+                # `allow_redirects=False`: a head could send the operator, and the run's token,
+                # elsewhere.
+                method,
+                url,
+                json=body,
+                headers=headers,
+                timeout=limits,
+                allow_redirects=False,
             ) as answer:
                 content = b""
                 async for chunk in answer.content.iter_chunked(65_536):
                     content += chunk
+                    # The head runs user code: it must not fill the operator's memory.
                     if len(content) > limit:
                         raise errors.HeadUnreachable(
                             f"{path} of pod {pod.name} answers more than {limit} bytes"
@@ -132,6 +141,7 @@ class ProxyTransport:
             ) from error
         except errors.KubeUnavailable as error:
             raise errors.HeadUnreachable(f"pod {pod.name}, port {port}: {error}") from error
+        # A Status is the apiserver's own answer, and not the pod's.
         if answer.status in (401, 403) and b'"kind":"Status"' in answer.body:
             raise errors.HeadUnreachable(
                 f"pod {pod.name}, port {port}: the apiserver refuses the operator's request: "

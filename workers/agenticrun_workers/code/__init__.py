@@ -35,6 +35,7 @@ def bring(action: Callable[[CodeSpec], str], log: Path = TERMINATION_LOG) -> int
         said, code = str(error), 1
     said = clean_text(said)
     print(said, file=sys.stderr if code else sys.stdout)
+    # Kubernetes makes it; outside a pod there is none.
     if log.exists():
         log.write_text(said)
     return code

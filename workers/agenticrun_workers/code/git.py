@@ -48,6 +48,7 @@ def fetch(git: GitCode, into: Path, secret: Path) -> str:
     """
     options, variables = _access(git, secret) if git.secret_name else ([], {})
     # The folder is a volume's, so it belongs to root.
+    # Advice of git about detached heads would be the last line that a user reads.
     options += ["-c", "safe.directory=*", "-c", "advice.detachedHead=false"]
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", **variables}
 
@@ -56,8 +57,10 @@ def fetch(git: GitCode, into: Path, secret: Path) -> str:
         return _output(command, environment, git, timeout)
 
     clear(into)
+    # First: a server that is away is noticed in time, whereas a fetch has no limit.
     call("ls-remote", "--quiet", "--", git.url, "HEAD", timeout=ANSWER_SECONDS)
     call("init", "--quiet")
+    # A fetch and no clone: a clone takes no commit's number.
     call("fetch", "--quiet", "--depth=1", "--", git.url, git.ref)
     call("checkout", "--quiet", "FETCH_HEAD")
     if git.path and not (into / git.path).is_dir():
@@ -83,6 +86,7 @@ def _output(
         raise CodeError(f"{git.url} did not answer within {timeout:.0f} s") from None
     if done.returncode == 0:
         return done.stdout
+    # One line, because it becomes the message of the container's end.
     said = " ".join(done.stderr.split())
     hint = next((f": {hint}" for words, hint in HINTS.items() if words in said), "")
     raise CodeError(f"cannot fetch {git.ref} from {git.url}{hint} ({said})")
@@ -98,8 +102,10 @@ def _access(git: GitCode, secret: Path) -> tuple[list[str], dict[str, str]]:
                 f"Secret {git.secret_name} (spec.code.git.secretName) does not exist or has no key "
                 f"{key}: create it in the namespace of the run"
             )
+        # git runs helper and ssh command in a shell.
         return shlex.quote(str(path))
 
+    # By key: nothing may be asked, and unknown hosts are refused.
     if not git.url.startswith(("http://", "https://")):
         key, hosts = needed("ssh-privatekey"), needed("known_hosts")
         ssh = (
@@ -109,6 +115,7 @@ def _access(git: GitCode, secret: Path) -> tuple[list[str], dict[str, str]]:
         return [], {"GIT_SSH_COMMAND": ssh}
     password = needed("password")
     user = f'"$(cat {needed("username")})"' if (secret / "username").is_file() else "git"
+    # It reads the Secret when git asks, so the password is in no argument and no variable.
     helper = f'!f() {{ echo username={user}; echo password="$(cat {password})"; }}; f'
     address = urlsplit(git.url)
     # For this host only: a redirect to another one gets nothing.

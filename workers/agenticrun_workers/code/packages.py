@@ -42,11 +42,13 @@ def install(pip: PipCode, target: Path, code: Path, cache: Path) -> list[str]:
             f"the code has no file {pip.requirements_file} (spec.code.pip.requirementsFile)"
         )
     clear(target)
+    # uv must see what the image has, or it would install torch again beside it.
     versions = dict(_stand_ins(target))
     # On the volume: the root file system may be read-only.
     with tempfile.TemporaryDirectory(dir=target, prefix=".") as temporary:
         lines, fixed = Path(temporary, "spec.code.pip.requirements"), Path(temporary, "the image")
         lines.write_text("\n".join(pip.requirements))
+        # As constraints: a package that needs another version is refused by name.
         fixed.write_text("\n".join(f"{name}=={version}" for name, version in versions.items()))
         command = [
             *(program("uv"), "pip", "install", "--quiet", "--compile-bytecode"),
@@ -55,11 +57,13 @@ def install(pip: PipCode, target: Path, code: Path, cache: Path) -> list[str]:
             *(("--requirement", str(file)) if file else ()),
         ]
         environment = {
+            # First, so that the run's own variables may change it.
             "UV_PYTHON_DOWNLOADS": "never",
             **os.environ,
             "UV_CACHE_DIR": str(cache if cache.is_dir() else Path(temporary, "cache")),
             "TMPDIR": temporary,
             "HOME": temporary,
+            # The cache is another volume, to which no hard link leads.
             **({"UV_LINK_MODE": "copy"} if cache.is_dir() else {}),
             **({"UV_DEFAULT_INDEX": pip.index_url} if pip.index_url else {}),
         }
@@ -75,6 +79,7 @@ def install(pip: PipCode, target: Path, code: Path, cache: Path) -> list[str]:
             check=False,
         )
     if done.returncode:
+        # uv's own words name the requirement and the conflict.
         raise CodeError(re.sub(r"^error: ", "", done.stdout.strip()) or "uv failed")
     return sorted(_remove_stand_ins(target))
 
@@ -85,6 +90,7 @@ def _stand_ins(target: Path) -> Iterator[tuple[str, str]]:
         metadata = package.read_text("METADATA") or package.read_text("PKG-INFO")
         name = re.sub(r"[-_.]+", "_", package.metadata["Name"] or "").lower()
         folder = target / f"{name}-{package.version}.dist-info"
+        # The first one found is the one that is imported.
         if not metadata or not name or any(target.glob(f"{name}-*.dist-info")):
             continue
         folder.mkdir()

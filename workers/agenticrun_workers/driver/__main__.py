@@ -75,8 +75,10 @@ async def _attempt(document: dict[str, Any]) -> FinalReport:
         Path(REPORTER_TOKEN_FILE).read_text().strip(),
         requests.apply,
     )
+    # Before anything that can fail, so that every failure is reported.
     await sink.start()
     try:
+        # The mounted file is from the creation of the cluster; replicas may have changed since.
         run = with_replicas(parse_mounted(document), os.environ.get(ENV_REPLICAS))
         runner = _runner(run, attempt, sink, requests)
         ray.init(address="auto", namespace=run.metadata.name, logging_level=logging.WARNING)
@@ -86,6 +88,7 @@ async def _attempt(document: dict[str, Any]) -> FinalReport:
     # After ray.init, which installs handlers of its own.
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, requests.stop.set)
+    # A local path, such as a mounted claim, needs no copies.
     target = Folder(runner.checkpoints) if runner.checkpoints else None
     remote = target is not None and target.local_path is None
     async with copied_output(runner.output, target) if target and remote else nullcontext():

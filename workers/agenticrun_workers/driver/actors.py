@@ -51,6 +51,7 @@ class ActorStarter:
         Colocated engines reserve none: they share those of the ranks on their pod.
         """
         spec = self._spec
+        # Reserved GPUs would be counted twice, and Ray would never place the engine.
         if (role is Role.INFERENCE and spec.colocated) or not spec.roles.of(role).gpus:
             return ActorOptions(role)
         per_engine = spec.pipeline.actor_infer.strategy.gpus
@@ -62,6 +63,8 @@ class ActorStarter:
         Raises:
             MisplacedActor: it is not on a pod of its role.
         """
+        # Ray places by resources, which users can set on any pod; only the pod itself knows its
+        # role.
         check_placement(placement, self.launcher.offers(placement.node_id))
         log.info(
             "%s runs on %s (node %s, pid %d)",
@@ -83,6 +86,7 @@ class ActorStarter:
 
     def vacant_pods(self, role: Role, live: Collection[ActorHandle[Any]]) -> list[str]:
         """Return the pods where actors of a role have run and none runs now, the newest last."""
+        # One pod may hold several actors: it is vacant when none is left.
         used = {self._places[actor].pod for actor in live}
         return [pod for pod in self._pods.get(role, {}) if pod not in used][-MAX_VACANT_PODS:]
 

@@ -48,6 +48,7 @@ class Guard:
         measured = [
             (name, value) for name, value in metrics.items() if self.pattern.fullmatch(name)
         ]
+        # One engine that drifts is enough for an alarm; a mean would hide it.
         return max(measured, key=lambda item: self._badness(item[1]), default=None)
 
     def holds(self, value: float) -> bool:
@@ -55,6 +56,7 @@ class Guard:
         return self._badness(value) > self._badness(self.bound)
 
     def _badness(self, value: float) -> float:
+        # A metric that is not a number is the worst of all, in whichever direction.
         if math.isnan(value):
             return math.inf
         return value if self.upper else -value
@@ -81,12 +83,14 @@ class GuardWatch:
         self._spec, self._guards = spec, guards_of(spec)
         known = state or {}
         self._streaks = {guard.name: known.get(guard.name, 0) for guard in self._guards}
+        # Not in the checkpoint: `enforce` has a message for alarms without one.
         self._reasons: dict[str, str] = {}
         self._unmeasured: Counter[str] = Counter()
 
     def configure(self, spec: Guards) -> None:
         """Take other bounds over. The steps that are counted stay."""
         self._spec, self._guards = spec, guards_of(spec)
+        # A guard that was switched off forgets its streak.
         self._streaks = {guard.name: self._streaks.get(guard.name, 0) for guard in self._guards}
 
     @property
@@ -106,6 +110,7 @@ class GuardWatch:
         messages: list[str] = []
         for guard in self._guards:
             measured = guard.worst(metrics)
+            # Neither good nor bad: the streak stays as it is.
             if measured is None:
                 self._unmeasured[guard.name] += 1
                 if self._unmeasured[guard.name] == BLIND_STEPS:
@@ -116,6 +121,7 @@ class GuardWatch:
                 continue
             self._unmeasured[guard.name] = 0
             name, value = measured
+            # One good step ends an alarm: they are about a state that persists.
             self._streaks[guard.name] = self._streaks[guard.name] + 1 if guard.holds(value) else 0
             side = "above" if guard.upper else "below"
             steps = (
@@ -141,6 +147,7 @@ class GuardWatch:
 
         Call it after the step has been logged.
         """
+        # The step's metrics are written first, because they are what the user will look at.
         if self._spec.action == "Fail" and self.up:
             raise GuardTripped(
                 "; ".join(

@@ -103,15 +103,18 @@ def run_locally(
         )
     pods = {*run.spec.roles.workers, run.spec.engine_role}
     if in_process:
+        # torch takes seconds to import, and only this mode needs it here.
         from agenticrun_workers.models.devices import visible_gpus
 
         check_in_process(run)
         check_gpus(run, pods, visible_gpus(), "torch sees")
         run = with_patience(run)
+    # Before anything in the folder changes.
     refuse_if_in_use(output)
     output.mkdir(parents=True, exist_ok=True)
     if trace_steps:
         ask_for_trace(output, START_TRACE, trace_steps)
+    # A debugger needs the terminal for itself.
     owns_terminal = console.is_terminal and not in_process
     display: LiveDisplay | PlainDisplay = (
         LiveDisplay(console, run) if owns_terminal else PlainDisplay(console)
@@ -119,6 +122,7 @@ def run_locally(
     logs = output / "engines"
     actors = threads_of_this_process(logs) if in_process else embedded_ray(run, logs)
     with _log_file(output / "run.log"), actors as launcher:
+        # Only a running Ray knows which GPUs it has found.
         if not in_process:
             check_gpus(run, pods, gpus_here())
         with display:
@@ -146,6 +150,7 @@ def check_gpus(
     asked = {role.value: roles.total_gpus(role) for role in sorted(pods) if roles.total_gpus(role)}
     if sum(asked.values()) <= available:
         return
+    # Every role at once: with one of them the user would get the next refusal.
     on_cpus = " ".join(f"--set roles.{role}.gpus=0" for role in asked)
     raise InvalidConfig(
         f"spec.roles.{next(iter(asked))}.gpus",
@@ -167,6 +172,7 @@ def check_in_process(run: AgenticRun) -> None:
         raise InvalidConfig(
             path, f"--in-process runs one {role.value} rank: set {path} to 1{_OR_LEAVE_OUT}"
         )
+    # They give up GPU memory by sleeping, which a shared process cannot.
     if spec.colocated:
         raise InvalidConfig(
             "spec.placement",
@@ -190,6 +196,7 @@ def with_patience(run: AgenticRun) -> AgenticRun:
     Environments are in this process too, as `agenticrun debug` has them.
     """
     pipeline = run.spec.pipeline
+    # A deterministic run must have no limit: it would depend on the clock.
     limit = None if pipeline.deterministic else DEBUGGER_SECONDS
     envs = [
         env.model_copy(update={"step_timeout_seconds": limit, "isolated": False})
@@ -207,6 +214,7 @@ async def _train(
     assert training is not None
 
     def interrupt() -> None:
+        # The second one: the user does not want to wait for the checkpoint.
         if requests.stop.is_set():
             training.cancel()
         requests.stop.set()
@@ -278,15 +286,18 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[Launcher
         role.value: float(run.spec.actors(role))
         for role in {*run.spec.roles.workers, Role.INFERENCE}
     }
+    # Before Ray is started: its daemons inherit them.
     for name, value in RAY_ENV.items():
         os.environ.setdefault(name, value)
     scratch = Path(
         tempfile.mkdtemp(prefix=f"arun-{os.getpid()}-", dir="/tmp")
     )  # paths of sockets must be short
     os.environ[LOG_FOLDER] = str((logs or scratch).absolute())
+    # A notebook may have children of its own, which stay.
     others = children(os.getpid())
     ours: set[psutil.Process] = set()
     try:
+        # Each try starts daemons, and one that failed leaves some behind.
         for tries_left in reversed(range(START_TRIES)):
             try:
                 _start_ray(resources, scratch)
@@ -300,6 +311,7 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[Launcher
                 ours = families(children(os.getpid()) - others)
         if logs is not None:
             link_actor_logs(logs.parent, scratch / "session_latest" / "logs")
+        # The logs are linked before the first actor writes to them.
         yield RayLauncher()
     finally:
         _end_ray(families(ours))  # while their parents live: orphans have another parent
@@ -321,6 +333,7 @@ def _start_ray(resources: Mapping[str, float], scratch: Path) -> None:
             _temp_dir=str(scratch),
         )
     except Exception as error:
+        # Ray has no type of its own for this.
         if "timed out during startup" not in str(error):
             raise
         raise RayNotStarted(

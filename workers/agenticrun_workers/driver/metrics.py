@@ -39,6 +39,7 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
         **_success("rollout/success/mean", results),
         "rollout/discarded": float(len(batch.counts.untrainable)),
         "rollout/queue_depth": float(batch.queue_depth),
+        # Also of episodes that were thrown away: they have waited, too.
         "rollout/memory_wait_seconds": sum(
             result.memory_wait for result in (*results, *batch.counts.untrainable, *stale)
         ),
@@ -53,6 +54,7 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
         "group/stale": float(batch.counts.stale),
         "group/evicted_envs": float(len(batch.evicted)),
         **_error_rates(results, batch.counts.untrainable),
+        # Everything that the policy did not sample, observations included.
         "tokens/prompt": float(sum(result.tokens for result in results) - response),
         "tokens/response": float(response),
         **_spread(
@@ -79,6 +81,7 @@ def validation_metrics(results: list[EpisodeResult]) -> Metrics:
             f"val/{tag}/{name}": value for name, value in _stop_reasons(played).items() if value
         }
     metrics["val/score/mean"] = _mean([result.score for result in results], results)
+    # Absent, and not 0, where nothing measures success: 0 would look like failure.
     success = success_of(metrics)
     return metrics if success is None else {**metrics, "val/success/mean": success}
 
@@ -109,6 +112,7 @@ class Stopwatch:
         begin = time.perf_counter()
         with span(name):
             yield
+        # A phase may run several times in a step: the sum counts.
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def reset(self) -> dict[str, float]:
@@ -124,6 +128,7 @@ def timing_metrics(seconds: Mapping[str, float], tokens: float) -> Metrics:
         seconds: by phase; `step` is the whole step, `val` is the validation inside it.
         tokens: prompt and response tokens of the step's batch.
     """
+    # Validation is left out: it comes only every few steps and would make throughput jump.
     working = seconds["step"] - seconds.get("val", 0.0)
     waiting = {phase: seconds[phase] for phase in ("rollout", "val") if phase in seconds}
     return {
@@ -143,6 +148,7 @@ def sync_metrics(report: SyncReport | None, *, lora: bool) -> Metrics:
         lora: True if only adapters are trained.
     """
     if report is None:
+        # Without the other metrics: there is nothing that they would be about.
         return {"weight_sync/bytes": 0.0}
     transports = {
         f"weight_sync/{transport}": float(transport is report.transport) for transport in Transport
@@ -171,6 +177,7 @@ def gap_metrics(gaps: Mapping[str, tuple[float, float]]) -> Metrics:
     each = {
         f"engine/{engine}/logprob_gap": found / count
         for engine, (found, count) in gaps.items()
+        # Tokens of an engine that has gone count in the total, under no name.
         if engine and count
     }
     return each | ({"engine/logprob_gap": total / tokens} if tokens else {})
@@ -253,6 +260,7 @@ def _of_envs(prefix: str, results: list[EpisodeResult]) -> Metrics:
                 sums[name] += share * value
         actions, episodes = sums.get("num_actions", 0.0), round(sum(shares))
         for name, value in sums.items():
+            # Shares of actions: a mean per episode would depend on the length of episodes.
             per_action = name.startswith("action_") and actions
             metrics[f"{prefix}/{tag}/{name}"] = value / (actions if per_action else episodes)
     return metrics

@@ -54,9 +54,11 @@ class OutputCopy:
         Raises what the file system raises, and OSError if an earlier attempt on this pod failed to.
         """
         sizes = self._target.sizes()
+        # Checkpoints are large, and are read where they are needed.
         names = [name for name in sizes if not name.startswith(("step-", ".write-test-"))]
         for name in names:
             path = self._output / name
+            # Which of the two is newer cannot be known: neither is overwritten.
             if path.exists() and not self.fetched:
                 raise OSError(f"{name} is here and there, and an earlier attempt did not fetch it")
             if not path.exists():
@@ -70,6 +72,7 @@ class OutputCopy:
                 finally:
                     aside.unlink(missing_ok=True)
         self._output.mkdir(parents=True, exist_ok=True)
+        # Last: a fetch that broke off must not look complete.
         (self._output / FETCHED).touch()
 
     @property
@@ -87,9 +90,11 @@ class OutputCopy:
             return
         for path in paths:
             try:
+                # Links lead to Ray's logs, which are not the run's output.
                 if path.is_symlink() or not path.is_file() or path.name == FETCHED:
                     continue
                 name, state = str(path.relative_to(self._output)), path.stat()
+                # A file that grows while it is copied is copied again next time.
                 version = (state.st_size, state.st_mtime_ns)
                 if self._copied.get(name) != version:
                     self._target.upload(name, path)
@@ -97,6 +102,7 @@ class OutputCopy:
             except Exception as error:  # drivers have exceptions of their own
                 self._refused(error)
                 refused += 1
+                # The rest waits for the next copy: storage is probably away.
                 if refused == MAX_REFUSED:
                     return
         self._works = not refused
@@ -124,6 +130,7 @@ async def copied_output(output: Path, target: Folder) -> AsyncIterator[None]:
             log.warning("the output stays in the head pod: cannot read %s: %s", target, error)
             yield
             return
+        # An earlier attempt on this pod has fetched: its files continue the stored ones.
         log.warning("cannot read %s: %s", target, error)
 
     ended = asyncio.Event()
@@ -131,6 +138,7 @@ async def copied_output(output: Path, target: Folder) -> AsyncIterator[None]:
     async def repeat() -> None:
         last = False
         while not last:
+            # Waits for the end and not for the time alone, so that the end is never late.
             with suppress(TimeoutError):
                 async with asyncio.timeout(COPY_SECONDS):
                     await ended.wait()

@@ -66,6 +66,7 @@ async def serve(
     policy = Policy(tokenizer, ChatFormat(tokenizer), limits, served.name)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
+    # As handlers, so that the engine's server is stopped in order.
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ended.set)
     with source.folder() as folder:
@@ -79,6 +80,7 @@ async def serve(
             logs=logs,
         )
         try:
+            # Before the port opens, so that a client which connects is answered.
             await engine.start()
             endpoint = PolicyEndpoint(
                 policy, _Generate(engine), served.host, served.port, served.api_key
@@ -96,6 +98,7 @@ async def _until(ended: asyncio.Event, engine: InferenceEngine) -> None:
         try:
             await asyncio.wait_for(ended.wait(), HEALTH_SECONDS)
         except TimeoutError:
+            # A dead engine must end the process: whatever supervises it starts another.
             await engine.check_health()
 
 
@@ -109,5 +112,6 @@ class _Generate:
         try:
             return await self._engine.generate(request)
         except asyncio.CancelledError:
+            # Otherwise the engine would sample to the end, for no one.
             await self._engine.abort([request.request_id])
             raise

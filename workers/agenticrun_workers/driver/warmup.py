@@ -64,10 +64,13 @@ class Warmup:
                 self._warn(message)
             for start in range(0, len(played), size):
                 yield await self._step(played[start : start + size])
+            # Trainers have read them; the stores would keep them for good.
             await self._discard([result for result in every_trajectory(played) if result.trainable])
+        # Moments of imitation would mislead the first steps of RL.
         await self._trainers.end_warm_up()
 
     async def _step(self, played: list[EpisodeResult]) -> Metrics:
+        # An environment may fail in some episodes; the step trains on the others.
         good = [result for result in every_trajectory(played) if result.trainable]
         if not good:
             error = played[0].error or played[0].stop_reason
