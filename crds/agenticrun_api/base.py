@@ -154,6 +154,7 @@ def _quantity(value: Any, info: ValidationInfo) -> str:
     """Return a quantity as text. Raise if it is none, with how to write it."""
     text = value
     if isinstance(value, int | float) and not isinstance(value, bool):
+        # Beyond 2^53 a float is no longer the integer that was written.
         whole = isinstance(value, int) or (value.is_integer() and abs(value) < MAX_NUMBER)
         text = str(int(value)) if whole else str(value)
         if not whole and info.context is not LOCAL:  # the apiserver takes integers and texts
@@ -162,6 +163,7 @@ def _quantity(value: Any, info: ValidationInfo) -> str:
         return text
     if value is None:
         raise refused("", "write a quantity of Kubernetes (500m, 2, 1.5Gi), or leave the field out")
+    # Most mistakes are units of another spelling, which the message can correct.
     meant = _meant_quantity(value) if isinstance(value, str) else None
     advice = f"as {meant}" if meant else "such as 500m, 2, 1.5Gi"
     raise refused("", f"write a quantity of Kubernetes {advice} (got {value!r})")
@@ -214,8 +216,10 @@ def clean_text(text: str) -> str:
         character. A pair of surrogates is the character that it makes. Line breaks are newlines,
         newline and tab stay, and escape sequences of terminals are left out.
     """
+    # First: a lone carriage return would move the cursor to the start of a line.
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     text = _SURROGATE_PAIR.sub(_joined, text)
+    # Sequences go before single control characters, or their letters would stay.
     text = _ESCAPE_SEQUENCE.sub("", text.encode(errors="backslashreplace").decode())
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 

@@ -136,17 +136,20 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
             **defs[node["$ref"].rsplit("/", 1)[1]],
             **{k: v for k, v in node.items() if k != "$ref"},
         }
+    # Only what a structural schema may contain: the apiserver refuses other keys.
     out: dict[str, Any] = {key: node[key] for key in _KEEP if key in node}
     if "const" in node:
         out |= {"type": "string", "enum": [node["const"]]}
     if description := node.get("description"):
         out["description"] = " ".join(description.split())
+    # A default of null is no default for the apiserver.
     if node.get("default") is not None:
         out["default"] = _without_nulls(node["default"])
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if exclusive in out:  # OpenAPI v3.0: the bound and a separate flag
             out |= {bound: out[exclusive], exclusive: True}
     if "items" in node:
+        # Whole lists are replaced: merging them would mix entries of two writers.
         out["x-kubernetes-list-type"] = "atomic"
         arguments = get_args(model)
         out["items"] = _structural(node["items"], defs, _plain(arguments[0]) if arguments else None)
@@ -157,6 +160,7 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
         if isinstance(extra, dict) and extra:
             out["additionalProperties"] = _structural(extra, defs, None)
         else:
+            # Otherwise the apiserver would remove unknown keys silently.
             out["x-kubernetes-preserve-unknown-fields"] = True
     return out
 

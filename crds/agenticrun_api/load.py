@@ -45,6 +45,7 @@ def read_run(path: Path) -> dict[str, Any]:
         raise InvalidRun([f"{path}: not YAML: {error}"]) from error
     except UnicodeDecodeError as error:
         raise InvalidRun([f"{path}: not UTF-8 text, write it as such: {error}"]) from error
+    # The file may hold Secrets and ConfigMaps, too.
     runs = [doc for doc in found if isinstance(doc, dict) and doc.get("kind") == KIND]
     if len(runs) != 1:
         raise InvalidRun([f"{path}: expected one document of kind {KIND}, found {len(runs)}"])
@@ -83,6 +84,7 @@ def parse_mounted(document: dict[str, Any]) -> AgenticRun:
         f": the worker image has AgenticRun {__version__}, the operator {theirs}; leave spec.image "
         "out or set a newer one, or leave the field out"
     )
+    # Only for unknown fields: other errors do not depend on the version.
     raise InvalidRun(
         _line(detail) + (hint if detail["type"] == "extra_forbidden" else "") for detail in details
     )
@@ -105,8 +107,10 @@ def parse_served(document: dict[str, Any]) -> AgenticRun:
     try:
         return AgenticRun.model_validate(document, extra="ignore", context=SERVED)
     except ValidationError:
+        # Fields that decide what happens next: the operator must not act on a guess.
         if damaged := damaged_control_fields(document.get("status")):
             raise InvalidRun(damaged) from None
+    # Whatever is only shown may be lost, so that the run continues.
     status = repair_status(document.get("status"))
     try:
         return AgenticRun.model_validate(

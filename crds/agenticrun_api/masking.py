@@ -78,8 +78,10 @@ def mask_secrets(text: str) -> str:
 
 
 def _masked(match: re.Match[str]) -> str:
+    # What only looks like a secret is consumed first, so that no later pattern sees it.
     if match["kept"]:
         return match["kept"]
+    # The rest of a URL stays, because it says which service it was.
     if address := match["address"]:
         return f"{address}{MASK}@"
     return next((match[name] for name in _BEFORE if match[name]), "") + MASK

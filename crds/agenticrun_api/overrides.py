@@ -47,6 +47,7 @@ def with_overrides(document: dict[str, Any], changes: Iterable[str]) -> dict[str
     Raises:
         InvalidRun: a change cannot be applied. One line per change, which begins with its path.
     """
+    # The caller's document stays as the file has it.
     changed = copy.deepcopy(document)
     errors = []
     for change in changes:
@@ -54,6 +55,7 @@ def with_overrides(document: dict[str, Any], changes: Iterable[str]) -> dict[str
             _apply(changed, change)
         except ValueError as error:
             errors.append(str(error))
+    # All of them, so that one attempt shows every mistake.
     if errors:
         raise InvalidRun(errors)
     return changed
@@ -65,6 +67,7 @@ def _apply(document: dict[str, Any], change: str) -> None:
     if not equals:
         raise ValueError(f"{_shown(keys)}: write --set {text}=VALUE")
     node: Any = document
+    # By place, because messages show the path up to there.
     for place in range(len(keys) - 1):
         node = _child(node, keys, place, empty_for=keys[place + 1])
         if not isinstance(node, dict | list):
@@ -84,6 +87,7 @@ def _apply(document: dict[str, Any], change: str) -> None:
 
 def _child(node: Any, keys: list[Key], place: int, empty_for: Key) -> Any:
     key = _key_in(node, keys, place)
+    # An empty key of a YAML file is null, and may be filled as well.
     if isinstance(node, dict) and node.get(key) is None:
         node[key] = [] if isinstance(empty_for, int) else {}
     return node[key]
@@ -106,6 +110,7 @@ def _key_in(node: Any, keys: list[Key], place: int) -> Key:
         return int(key)
     if isinstance(key, int):
         raise ValueError(f"{_shown(keys[:place])}: is not a list, so it has no entry {key}")
+    # As the file spells it: a second spelling would make two keys of one field.
     return next((known for known in node if camel(known) == camel(key)), key)
 
 
@@ -118,6 +123,7 @@ def _keys(path: str) -> list[Key]:
             raise ValueError(f"{path}: is not a path of fields such as pipeline.envs[0].maxSteps")
         keys.append(match[1])
         keys += [int(index) for index in re.findall(r"\d+", match[2])]
+    # Nearly all changes are about the spec, so its name may be left out.
     return keys if keys[0] in ("spec", "metadata") else ["spec", *keys]
 
 

@@ -31,6 +31,7 @@ def on_one_node(run: AgenticRun, claim: Manifest | None = None) -> bool:
     """
     storage = run.spec.storage
     settings = storage.volume_claim if storage else None
+    # Our own claim's access mode is in the spec; of the user's only the apiserver knows.
     if settings is None or settings.claim_name is None:
         return run.spec.claims_one_node
     return claim is not None and "ReadWriteMany" not in access_modes(claim)
@@ -48,6 +49,7 @@ def unsuitable_modes(run: AgenticRun, claim: Manifest) -> str | None:
     settings = storage.volume_claim if storage else None
     if settings is None or settings.claim_name is None or "ReadWriteMany" in modes or not modes:
         return None
+    # ReadWriteOnce is about nodes: several pods of one node may mount it.
     several_pods = "ReadWriteOnce" in modes
     if several_pods and (settings.one_node or not run.spec.savers_need_several_nodes):
         return None
@@ -78,16 +80,20 @@ def placement(
     """
     settings, trainer = run.spec.roles.of(role), run.spec.roles.trainer
     bound = role in SAVES and on_one_node(run, claim)
+    # Pods that must share the trainer's node have to tolerate and select what it does.
     sharing = [trainer, settings] if bound and role is not Role.TRAINER else [settings]
     selector: dict[str, Any] = {}
     tolerations: list[Any] = []
+    # The trainer first, so that the role's own selector wins.
     for shared in sharing:
         overlay = shared.overlay.spec.get("nodeSelector")
         selector |= shared.node_selector | (overlay if isinstance(overlay, dict) else {})
         tolerations += [item for item in _tolerations(shared) if item not in tolerations]
     affinity = dict(settings.affinity)
     if bound:
+        # Before the user's, which replaces it as a whole.
         affinity = {"podAffinity": _with_the_savers(run, role)} | affinity
+    # An own choice of any sharing pod holds for all of them.
     if not any(_chooses_architecture(shared) for shared in sharing):
         if len(architectures) == 1:
             selector = {ARCHITECTURE: architectures[0]} | selector

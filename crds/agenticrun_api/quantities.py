@@ -62,6 +62,7 @@ def _amount_rule(
         text = given.get(resource) if resource else given
         return text is None or check(quantity(text))
 
+    # As text, because the field is an integer or a text in the schema.
     return Rule(
         f"{absent} || quantity(string({value})).compareTo({bound}) {sign} 0",
         f"{f'{resource} in ' if resource else ''}{name} {message}",
@@ -82,5 +83,6 @@ def whole_number(text: str) -> int:
 
 
 def _exact(text: str) -> Decimal:
+    # Decimal, because an error of binary fractions could be rounded up to one more.
     number = text if text[-1:].isdigit() else text.rstrip("".join(_UNITS))
     return Decimal(number) * _UNITS[text[len(number) :]]

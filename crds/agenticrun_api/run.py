@@ -25,6 +25,7 @@ NAME_RULE = (
 
 def _run_name(name: str) -> str:
     if len(name) > MAX_NAME_LENGTH or not re.fullmatch(DNS_1035, name):
+        # In Python, too: on a laptop there is no apiserver to check it.
         raise refused("", f"{NAME_RULE} (got {name!r})")
     return name
 
@@ -85,6 +86,7 @@ class AgenticRun(Model):
         It leaves out every field that has its default, so that the worker image, which may be
         older, has to know only the fields that the user set.
         """
+        # Labels and annotations of other tools may be large, and change without effect on the run.
         keep = {"name", "namespace", "uid", "generation"}
         metadata = {k: v for k, v in self.metadata.to_dict().items() if k in keep}
         return {

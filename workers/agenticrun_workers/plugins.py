@@ -72,6 +72,7 @@ class Registry(Generic[T]):
             PluginNotFound: no such plug-in.
             PluginImportError: its module cannot be imported.
         """
+        # Before entry points: reading those of all packages takes a while.
         if name in self._factories:
             return self._factories[name]
         module_name, _, attribute = name.partition(":")
@@ -105,8 +106,10 @@ class Registry(Generic[T]):
         factory = self.find(name)
         arguments = {snake_case(key): value for key, value in config.items()}
         parameters = inspect.signature(factory).parameters
+        # A factory with **kwargs checks its keys itself.
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         known = [key for key in parameters if key not in fixed]
+        # The message has the key as the user wrote it.
         for original, key in zip(config, arguments, strict=True):
             if key in fixed or (key not in known and not takes_any):
                 raise self.errors.bad_config(
@@ -115,6 +118,7 @@ class Registry(Generic[T]):
                 )
         try:
             return factory(**arguments, **fixed)
+        # A plug-in checks its config in its constructor; both types are usual there.
         except (TypeError, ValueError) as error:
             raise self.errors.bad_config(
                 f"{self.kind} {name!r} refuses its config: {error}"
@@ -138,6 +142,7 @@ def bound(name: str, config: Mapping[str, Any], arguments: int) -> partial[Any]:
     keywords = {snake_case(key): value for key, value in config.items()}
     signature = inspect.signature(function)
     try:
+        # Now: a call would fail in the first episode, after all pods have started.
         signature.bind(*[None] * arguments, **keywords)
     except TypeError as error:
         raise PluginConfigError(

@@ -68,6 +68,7 @@ def build_engine(
         device = claim_device(owner, gpus)
         torch.set_num_threads(threads)
         return transformers_engine(pipeline, source, folder, device)
+    # In this process, because a server's own messages about files name no field.
     found = local_folder(folder)
     try:
         check_config(str(found), trust_remote_code=source.trust_remote_code)
@@ -78,6 +79,7 @@ def build_engine(
         "folder": found,
         "dtype": source.dtype,
         "max_length": pipeline.sequence_length,
+        # Without partial rollout, a response must be of one version.
         "restart_on_update": not pipeline.staleness.partial_rollout,
         "config": spec.config,
         "trust_remote_code": source.trust_remote_code,
@@ -94,6 +96,7 @@ def build_engine(
         from agenticrun_workers.inference.vllm.engine import VllmEngine
 
         return VllmEngine(**arguments)
+    # Options that do not fit together are refused by the engine's class.
     except ValueError as error:
         raise InvalidConfig(OPTIONS, str(error)) from error
 

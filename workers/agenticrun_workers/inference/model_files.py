@@ -69,6 +69,7 @@ class RequestLimits:
             in_flight: ids of the requests in flight.
         """
         ids_T, new = request.prompt_tokens, request.sampling.max_new_tokens
+        # Two requests of one id could not be aborted apart.
         if request.request_id in in_flight:
             raise InvalidRequest(f"request {request.request_id} is already in flight")
         if not len(ids_T):
@@ -86,9 +87,11 @@ class RequestLimits:
 
     def check_generation(self, request: GenerationRequest, generation: Generation) -> Generation:
         """Return an engine's generation. Raises `EngineError` if no working engine returns it."""
+        # Engines are programs of others: what they return is checked before it is trained on.
         sampled, new = len(generation.tokens_T), request.sampling.max_new_tokens
         if sampled > new:
             raise EngineError(f"the engine returned {sampled} tokens instead of {new}")
+        # An aborted request may have been waiting.
         if not sampled and generation.finish is not FinishReason.ABORT:
             raise EngineError("the engine returned a response without a token")
         return self.check_tokens(generation)
@@ -101,6 +104,7 @@ class RequestLimits:
                 f"the engine returned {len(tokens_T)} tokens, {len(generation.logprobs_T)} "
                 f"log-probs and {len(generation.versions_T)} versions"
             )
+        # Staleness and corrections rest on it.
         if (generation.versions_T < 0).any():
             raise EngineError("the engine returned tokens without a version")
         if len(tokens_T) and not 0 <= int(tokens_T.min()) <= int(tokens_T.max()) < self.vocabulary:
@@ -108,6 +112,7 @@ class RequestLimits:
                 f"the engine returned token ids outside [0, {self.vocabulary}): "
                 f"{int(tokens_T.min())}..{int(tokens_T.max())}"
             )
+        # A NaN would spread to the gradient of the whole batch.
         if not np.isfinite(generation.logprobs_T).all():
             raise EngineError("the engine returned log-probs that are not finite numbers")
         return generation
@@ -136,6 +141,7 @@ def shapes_of_file(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
+            # The length comes from the file: a damaged one must not fill the memory.
             if length > HEADER_LIMIT:
                 raise ValueError("its header is too long")
             header = dict(json.loads(stream.read(length)))
@@ -154,6 +160,7 @@ def shapes_of_model(folder: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         UnusableModel: the folder holds no safetensors files.
     """
+    # Small models have one file and no index.
     index = folder / "model.safetensors.index.json"
     try:
         names = (
@@ -166,6 +173,7 @@ def shapes_of_model(folder: Path) -> dict[str, tuple[int, ...]]:
         }
     except (EngineError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UnusableModel(f"{folder} holds no model in safetensors files: {error}") from error
+    # The trainer does not have them, so no update brings them.
     return {name: shape for name, shape in shapes.items() if not name.endswith(NOT_PARAMETERS)}
 
 
@@ -202,6 +210,7 @@ class UpdateCheck:
 
     def __init__(self, model: Shapes, *, tied: bool) -> None:
         self._model = model
+        # Trainers may export the tied layer or leave it out.
         self._missing = set(model) - ({TIED} if tied else set())
         self._optional = {TIED} if tied else set()
 
@@ -238,6 +247,7 @@ def _context_key(config: Mapping[str, Any]) -> str:
         return usual
     from transformers import CONFIG_MAPPING
 
+    # Own model code maps its names itself, if at all.
     if config["model_type"] not in CONFIG_MAPPING:
         return usual
     names: dict[str, str] = CONFIG_MAPPING[config["model_type"]].attribute_map

@@ -70,9 +70,11 @@ class ParityProbe:
             max_length: longest sequence of the run. A longer window never matters in it.
             temperature: of the trainer's log-probs.
         """
+        # The same prompts for every engine and at each start, so that answers can be compared.
         random = np.random.default_rng(0)
         longest = max(LENGTH, window + BEYOND) if window < max_length else LENGTH
         lengths = [longest, *(LENGTH * quarters // 4 for quarters in SHARES)]
+        # Short enough for both turns to fit a short sequence length.
         sampled = min(SAMPLED, max_length // 8)
         prompts = []
         for length in lengths:
@@ -98,6 +100,7 @@ class ParityProbe:
         contexts = [np.zeros(0, np.int32) for _ in self.prompts]
         turns = list(contexts)
         logprobs = [np.zeros(0, np.float32) for _ in self.prompts]
+        # The second turn continues from the cache of the first, which is what may go wrong.
         for turn in range(2):
             contexts = [
                 np.concatenate([context_T, prompts[turn]])
@@ -106,8 +109,10 @@ class ParityProbe:
             requests = [
                 GenerationRequest(
                     f"{name}-{number}-{turn}",
+                    # One session for both turns.
                     f"{name}-{number}",
                     context_T,
+                    # The whole distribution: log-probs of a truncated one are not the trainer's.
                     SamplingParams(self.sampled, 1.0, record_temperature=self.temperature),
                     seed=number,
                 )
