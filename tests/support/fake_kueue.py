@@ -23,6 +23,8 @@ class FakeKueue:
 
     free: bool = True
     """There is quota for the run."""
+    elastic_pods: int = 1024
+    """There is quota for so many pods of the pod set that may have fewer."""
     works: bool = True
     """False: its controllers are stopped."""
     refusal: tuple[str, str] = ("Pending", NO_QUOTA)
@@ -60,13 +62,17 @@ class FakeKueue:
                 self._set(workload, now, "Admitted", *said)
 
     def _schedule(self, workload: Manifest, now: datetime) -> None:
+        counts = workloads.pod_counts(workload)
+        for item in workload["spec"]["podSets"]:
+            if "minCount" in item and item["minCount"] <= self.elastic_pods:
+                counts[item["name"]] = min(counts[item["name"]], self.elastic_pods)
         if not self.free:
             self._set(workload, now, "QuotaReserved", "False", *self.refusal)
             return
         assignments: list[dict[str, Any]] = [
             {
                 "name": item["name"],
-                "count": item["count"],
+                "count": counts[item["name"]],
                 "flavors": {"cpu": "cheap"}
                 | ({"nvidia.com/gpu": "a100"} if item["name"] == "trainer" else {}),
             }

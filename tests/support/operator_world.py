@@ -670,6 +670,8 @@ class World:
             raise AlreadyExists(manifest["metadata"]["name"])
         if manifest["kind"] == "RayCluster" and self._lacks_quota():
             self.quota_faults.append("a RayCluster was created without quota")
+        elif manifest["kind"] == "RayCluster":
+            self._note_growth(None, manifest)
         self._store(copied(manifest))
         self._point("created")
 
@@ -684,6 +686,8 @@ class World:
         self._version_what_a_test_changed(stored)
         if stored["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
             raise Conflict(metadata["name"])
+        if manifest["kind"] == "RayCluster":
+            self._note_growth(stored, manifest)
         changed = copied(manifest)
         changed["metadata"]["resourceVersion"] = str(next(self._ids))
         self.objects[manifest["kind"], metadata["name"]] = changed
@@ -702,12 +706,16 @@ class World:
         self._version_what_a_test_changed(stored)
         if stored["metadata"]["resourceVersion"] != manifest["metadata"]["resourceVersion"]:
             raise Conflict(name)
-        before = workloads.holds_quota(stored)
+        before, asked = workloads.holds_quota(stored), workloads.pod_counts(stored)
         stored["status"] = copied(manifest["status"])
         stored["metadata"]["resourceVersion"] = str(next(self._ids))
         assert before or not workloads.holds_quota(stored), "only Kueue may reserve quota"
         if before and not workloads.holds_quota(stored):
             self._note_release()
+        for role, number in workloads.pod_counts(stored).items() if before else ():
+            assert number <= asked[role], "Kueue's webhook refuses it"
+            if number < asked[role] and len(self.pods(Role(role))) > number:
+                self.quota_faults.append(f"quota of {role} pods was given back before they went")
         self._point("put status")
         return copied(stored)
 
@@ -851,6 +859,20 @@ class World:
     def _lacks_quota(self) -> bool:
         queued = self.run["spec"].get("queue")
         return bool(queued and not (self.workload and workloads.is_admitted(self.workload)))
+
+    def _note_growth(self, before: Manifest | None, cluster: Manifest) -> None:
+        """Note a RayCluster that gets more pods than Kueue has admitted."""
+        if not (self.run["spec"].get("queue") and self.workload):
+            return
+        admitted = workloads.admitted_pods(self.workload)
+        old = {
+            group["groupName"]: group["replicas"]
+            for group in (before or {"spec": {}})["spec"].get("workerGroupSpecs", ())
+        }
+        for group in cluster["spec"]["workerGroupSpecs"]:
+            role, number = group["groupName"], group["replicas"]
+            if admitted.get(role, 0) < number > old.get(role, 0):
+                self.quota_faults.append(f"{number} {role} pods, and {admitted} are admitted")
 
     def _note_release(self) -> None:
         if self.pods() or ("RayCluster", NAME) in self.objects:

@@ -270,13 +270,16 @@ def _submit_again(state: State) -> Result:
 
 
 def _submission(run: AgenticRun, job: JobStatus) -> Submit:
-    """Return the submission of an attempt, with what has changed since the pods were made."""
+    """Return the submission of an attempt, with what has changed since the pods were made.
+
+    The settings in the pods have the replicas of the spec, and a queue may have admitted fewer.
+    """
     changed = run.metadata.generation > 1
     return Submit(
         job.submission_id,
         job.attempt,
         LiveConfig.of(run) if changed else None,
-        run.spec.roles.elastic if changed else {},
+        run.spec.roles.elastic if changed or run.spec.queue else {},
     )
 
 

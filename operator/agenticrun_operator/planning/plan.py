@@ -70,7 +70,8 @@ def plan(
             created. The new plan creates nothing.
         scaling_error: the same for the change of the RayCluster. The new plan does not change it.
     """
-    state = State(run, run.status, observed, now, images, key, creation_error, scaling_error)
+    admitted = situation.as_admitted(run, observed)
+    state = State(admitted, run, observed, now, images, key, creation_error, scaling_error)
     refusal = observed.scaling_refusal
     if refusal and not scaling_error and state.wait_to_repeat(refusal[1]) > 0:
         # It is too early to try again: the last refusal of other replicas still counts.
@@ -140,9 +141,9 @@ def _decide(state: State, current: situation.Situation, rescaling: situation.Res
         case situation.Waiting(until):
             return _keep_own(state, always | stopping.wait_in_queue(state, until))
         case situation.Running():
-            return always | _run(state, rescaling) | queueing.report_ready(state)
+            return always | _run(state, rescaling) | queueing.report_pods(state)
         case situation.Starting() | situation.Restarting():
-            return always | _start(state) | queueing.report_ready(state)
+            return always | _start(state) | queueing.report_pods(state)
 
 
 def _keep_own(state: State, result: Result, *, numbers: bool = False) -> Result:

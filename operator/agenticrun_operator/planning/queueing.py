@@ -5,9 +5,14 @@ is not admitted is stopped, if it trains, and waits without pods. The Workload i
 is in the way of the run but quota, and its quota is given back only when no pod of the run is left.
 An eviction keeps the Workload, and so the place in the queue. A run that is suspended, or that has
 given back pods which could not start, leaves the queue: it gets a new place when it comes back.
+
+Kueue may admit a run with fewer elastic pods than it asks for (`situation.as_admitted`), and a run
+that gets smaller while it trains gives the quota of these pods back when they are gone.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 from agenticrun_api import ConditionType, Phase, Reason
 from agenticrun_api.status import StopCause
@@ -154,7 +159,14 @@ def admitted_by(state: State) -> str:
     if found is None or stopped is None or stopped.cause is not StopCause.QUEUE:
         return ""
     admission = found.get("status", {}).get("admission") or {}
-    return f"admitted by ClusterQueue {admission.get('clusterQueue', '')}"
+    asked, admitted = workloads.pod_counts(found), workloads.admitted_pods(found)
+    fewer = [
+        f"{admitted[role]} of {number} {role} pods"
+        for role, number in asked.items()
+        if admitted.get(role, number) < number
+    ]
+    given = f" with {' and '.join(fewer)}" if fewer else ""
+    return f"admitted by ClusterQueue {admission.get('clusterQueue', '')}{given}"
 
 
 def not_queued(reason: Reason, message: str) -> Result:
@@ -163,13 +175,39 @@ def not_queued(reason: Reason, message: str) -> Result:
     return Result(conditions={ConditionType.QUEUED: said})
 
 
-def report_ready(state: State) -> Result:
-    """Tell Kueue that the pods of an admitted run are ready, once."""
+def report_pods(state: State) -> Result:
+    """Report to Kueue once that the run has the pods to train, and that it needs fewer of them."""
     found = state.workload
-    if found is None or not workloads.is_admitted(found) or not state.roles.ready:
+    if found is None or not workloads.is_admitted(found):
         return Result()
-    changed = workloads.with_ready_pods(found, times.format_time(state.now))
+    changed: Manifest | None = None
+    # A run that trains with a part of its elastic pods must not be evicted for the others.
+    if state.has_enough_pods:
+        changed = workloads.with_ready_pods(found, times.format_time(state.now))
+    if numbers := _smaller_roles(state, found):
+        changed = workloads.with_fewer_pods(changed or found, numbers)
     return _change(state, changed) if changed else Result()
+
+
+def _smaller_roles(state: State, found: Manifest) -> dict[str, int]:
+    """Return the numbers of pods of the roles that are smaller than what Kueue has admitted.
+
+    A pod that is being deleted still counts, and so do the pods that someone else has asked for.
+    """
+    cluster = state.cluster
+    if cluster is None or resources.is_deleting(cluster):
+        return {}
+    if resources.changes_by_others(state.run, cluster):
+        return {}
+    made, wanted = resources.replicas_in(state.run, cluster), state.run.spec.roles.elastic
+    uid, admitted = state.run.metadata.uid, workloads.admitted_pods(found)
+    existing = Counter(pod.role.value for pod in state.observed.pods if pod.run_uid == uid)
+    numbers = {role: max(number, wanted[role]) for role, number in made.items()}
+    return {
+        role: number
+        for role, number in numbers.items()
+        if existing[role] <= number < admitted.get(role, number)
+    }
 
 
 def leave(state: State) -> Result:

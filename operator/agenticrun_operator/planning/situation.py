@@ -57,8 +57,9 @@ class State:
 
     run: AgenticRun
     """The run. Its status also has what was seen of its attempt (`record`)."""
-    stored: AgenticRunStatus
-    """The status as it was written last."""
+    applied: AgenticRun
+    """The run as it was read: with all pods that its user wants, and the status of the last write.
+    """
     observed: Observed
     now: datetime
     images: WorkerImages
@@ -115,7 +116,7 @@ class State:
     @property
     def wanted_pods(self) -> dict[str, int]:
         """The number of pods of each role in the spec."""
-        roles = self.run.spec.roles
+        roles = self.applied.spec.roles
         workers = {role.value: roles.replicas(role) for role in roles.workers}
         return {Role.DRIVER.value: 1} | workers
 
@@ -206,7 +207,7 @@ class State:
         """When the operator first saw that the head is ready and does not answer."""
         if self.unreachable is None:
             return None
-        known = self.stored.obstacle
+        known = self.applied.status.obstacle
         if known and known.reason == Reason.PROGRESS_UNAVAILABLE:
             return times.parse_time(known.since)
         return self.now
@@ -471,11 +472,32 @@ def _beyond_quota(state: State, changes: dict[Role, tuple[int, int]]) -> str:
     queue, found = state.run.spec.queue, state.workload
     if queue is None or found is None:
         return ""
-    admitted = workloads.pod_counts(found)
+    admitted = workloads.admitted_pods(found)
     for role, (_, wanted) in changes.items():
         if wanted > admitted.get(role.value, 0):
             return f"queue {queue.name} has admitted {admitted.get(role.value, 0)}"
     return ""
+
+
+def as_admitted(run: AgenticRun, observed: Observed) -> AgenticRun:
+    """Return the run with no more pods than its queue has admitted.
+
+    A run that asks for more pods than its Workload does is returned as it is: it goes through the
+    queue again. While nothing is known of the queue, no pods are added to those that exist.
+    """
+    if run.spec.queue is None:
+        return run
+    found, cluster = observed.workload(run), observed.own_cluster(run)
+    asked = workloads.pod_counts(found) if found else {}
+    admitted = workloads.admitted_pods(found) if found else {}
+    if not admitted and cluster:
+        asked, admitted = {}, resources.replicas_in(run, cluster)
+    fewer = {
+        role: admitted[role]
+        for role, wanted in run.spec.roles.elastic.items()
+        if admitted.get(role, wanted) < wanted <= asked.get(role, wanted)
+    }
+    return run.with_replicas(fewer) if fewer else run
 
 
 def describe(changes: dict[Role, tuple[int, int]]) -> str:

@@ -78,10 +78,12 @@ def build(
         group["groupName"]: (group["replicas"], group, [_WAIT_FOR_HEAD])
         for group in cluster["workerGroupSpecs"]
     }
+    fewest = _fewest(run)
     spec: Manifest = {
         "queueName": queue.name,
         "podSets": [
             {"name": name, "count": count, "template": _accounted(group["template"], extra)}
+            | ({"minCount": fewest[name]} if name in fewest else {})
             for name, (count, group, extra) in groups.items()
         ],
     }
@@ -94,6 +96,20 @@ def build(
         "metadata": child_metadata(run, name_of(run)),
         "spec": spec,
     }
+
+
+def _fewest(run: AgenticRun) -> dict[str, int]:
+    """Return the number of pods with which a run may be admitted if there is no quota for all.
+
+    Kueue allows it for one pod set: the engines, which hold GPUs, come before the env pods. Only a
+    number that the user has set counts, because the run keeps as few pods until it is admitted
+    again.
+    """
+    roles = run.spec.roles
+    for role, settings in ((Role.INFERENCE, roles.inference), (Role.ENV, roles.env)):
+        if settings and settings.min_replicas and settings.min_replicas < settings.replicas:
+            return {role.value: settings.min_replicas}
+    return {}
 
 
 def _accounted(template: Manifest, extra: list[Manifest]) -> Manifest:
@@ -154,8 +170,31 @@ def is_admitted(found: Manifest) -> bool:
 
 
 def pod_counts(found: Manifest) -> dict[str, int]:
-    """Return the number of pods of each role that a Workload asks for."""
-    return {item["name"]: item.get("count", 1) for item in found["spec"].get("podSets", ())}
+    """Return the number of pods of each role that a Workload asks for.
+
+    Pods whose quota was given back do not count.
+    """
+    given_back = {
+        item["name"]: item["count"]
+        for item in found.get("status", {}).get("reclaimablePods") or ()
+    }
+    return {
+        item["name"]: item.get("count", 1) - given_back.get(item["name"], 0)
+        for item in found["spec"].get("podSets", ())
+    }
+
+
+def admitted_pods(found: Manifest) -> dict[str, int]:
+    """Return the number of pods of each role that Kueue has reserved quota for.
+
+    It may be smaller than what the Workload asks for. Empty without a reservation.
+    """
+    asked = pod_counts(found)
+    return {
+        item["name"]: min(item.get("count", asked[item["name"]]), asked[item["name"]])
+        for item in _assignments(found)
+        if item["name"] in asked
+    }
 
 
 def flavors_of(found: Manifest) -> set[str]:
@@ -243,6 +282,29 @@ def released(found: Manifest, now: str) -> Manifest:
     changed = _changed(found, now, *changes)
     changed["status"].pop("admission", None)
     return changed
+
+
+def with_fewer_pods(found: Manifest, numbers: Mapping[str, int]) -> Manifest:
+    """Return an admitted Workload that gives the quota of single pods back.
+
+    Kueue takes no such number back while the Workload holds quota.
+
+    Args:
+        found: the Workload as it was read.
+        numbers: the pods that are left, by role.
+    """
+    before = {
+        item["name"]: item for item in found.get("status", {}).get("reclaimablePods") or ()
+    }
+    given_back = {
+        item["name"]: {"name": item["name"], "count": item.get("count", 1) - numbers[item["name"]]}
+        for item in found["spec"]["podSets"]
+        if item["name"] in numbers
+    }
+    return found | {
+        "status": found.get("status", {})
+        | {"reclaimablePods": list((before | given_back).values())}
+    }
 
 
 def finished(found: Manifest, now: str, *, succeeded: bool, message: str) -> Manifest:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api import ConditionType, Outcome, Phase, Role
-from agenticrun_api.names import KIND
+from agenticrun_api import ConditionType, Outcome, Phase, PoolStatus, Role
+from agenticrun_api.names import KIND, LABEL_ROLE
 from agenticrun_api.status import CheckpointStatus
+from agenticrun_api.version import __version__
 from agenticrun_operator.errors import Denied, KubeUnavailable, RightMissing
 from agenticrun_operator.planning.times import format_time
 from agenticrun_operator.resources import Manifest, workloads
@@ -19,17 +20,19 @@ from operator_world import NAME, Gpus, Operator, World, condition, happened, tra
 QUEUE = {"name": "research", "preemption": {"graceSeconds": 120}}
 
 
-def a_run(*changes: tuple[str, Any], free: bool = True, queue: Any = QUEUE) -> Operator:
+def a_run(
+    *changes: tuple[str, Any], free: bool = True, queue: Any = QUEUE, world: type[World] = World
+) -> Operator:
     """Return an operator on a run in a queue, which saves checkpoints on a claim."""
-    world = World(kueue=FakeKueue(free=free))
-    world.apply_run(
+    there = world(kueue=FakeKueue(free=free))
+    there.apply_run(
         ("spec.queue", queue),
         ("spec.roles.trainer", {"gpus": 1}),
         ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
         ("spec.failurePolicy", {"maxRestarts": 2, "backoffSeconds": 10}),
         *changes,
     )
-    return Operator(world)
+    return Operator(there)
 
 
 def kueue(world: World) -> FakeKueue:
@@ -71,6 +74,21 @@ def driver_stops(world: World, saved: int) -> None:
 
 def holds_nothing(world: World) -> bool:
     return not world.pods() and ("RayCluster", NAME) not in world.objects
+
+
+class RoomForOneEnvPod(World):
+    def _cannot_be_placed(self, pod: Manifest, placed: int) -> str | None:
+        full = any("nodeName" in item["spec"] for item in self.pods(Role.ENV))
+        if full and pod["metadata"]["labels"][LABEL_ROLE] == Role.ENV.value:
+            return "0/1 nodes are available: 1 Insufficient cpu."
+        return super()._cannot_be_placed(pod, placed)
+
+
+def follows(env: int) -> dict[str, Any]:
+    """Return what a driver reports that has this number of env pods and can change it."""
+    pool = PoolStatus(replicas=env, serving=env)
+    one = PoolStatus(replicas=1, serving=1)
+    return {"pools": {Role.ENV: pool, Role.INFERENCE: one}, "version": __version__}
 
 
 async def pass_time(operator: Operator, seconds: int, step: int = 5) -> None:
@@ -495,6 +513,149 @@ async def test_more_env_pods_than_were_admitted_go_through_the_queue() -> None:
     assert len(world.pods(Role.ENV)) == 2
     assert [job.attempt for job in world.jobs] == [1, 2]
     assert world.quota_faults == []
+
+
+async def test_a_run_with_min_replicas_trains_with_the_pods_that_were_admitted() -> None:
+    operator = a_run(("spec.roles.env", {"replicas": 4, "minReplicas": 2}), free=False)
+    world = operator.world
+    await pass_time(operator, 10)
+    kueue(world).free, kueue(world).elastic_pods = True, 3
+    await training(operator, checkpoint=checkpoint(world, 1))
+    (asked,) = [item for item in workload(world)["spec"]["podSets"] if "minCount" in item]
+    assert (asked["name"], asked["count"], asked["minCount"]) == ("env", 4, 2)
+    assert len(world.pods(Role.ENV)) == 3
+    assert [job.replicas["env"] for job in world.jobs] == [3]
+    assert [role.desired for role in world.status.roles if role.name == "env"] == [3]
+    assert "with 3 of 4 env pods" in condition(world, ConditionType.QUEUED).message
+    await pass_time(operator, 120)
+    assert (world.status.phase, world.stop_requests) == (Phase.RUNNING, 0)
+    place = workload(world)["metadata"]["uid"]
+    evict(world)
+    await operator.settle(2)
+    driver_stops(world, saved=1)
+    await operator.settle(4)
+    kueue(world).free, kueue(world).elastic_pods = True, 4
+    await operator.settle(8)
+    assert [job.replicas["env"] for job in world.jobs] == [3, 4]
+    assert len(world.pods(Role.ENV)) == 4
+    assert workload(world)["metadata"]["uid"] == place, "it keeps its place"
+    assert world.quota_faults == []
+
+
+@pytest.mark.parametrize(
+    ("inference", "env", "fewest"),
+    [
+        ({"replicas": 4, "minReplicas": 2}, {"replicas": 4, "minReplicas": 1}, {"inference": 2}),
+        ({"replicas": 4}, {"replicas": 4, "minReplicas": 1}, {"env": 1}),
+        ({"replicas": 4}, {"replicas": 4, "minReplicas": 4}, {}),
+        ({"replicas": 4}, {"replicas": 4}, {}),
+    ],
+)
+async def test_only_one_role_may_have_fewer_pods_and_only_if_its_user_says_so(
+    inference: dict[str, int], env: dict[str, int], fewest: dict[str, int]
+) -> None:
+    operator = a_run(("spec.roles.inference", inference), ("spec.roles.env", env))
+    await operator.settle()
+    asked = workload(operator.world)["spec"]["podSets"]
+    assert {item["name"]: item["minCount"] for item in asked if "minCount" in item} == fewest
+
+
+async def test_a_partly_admitted_run_that_wants_other_numbers() -> None:
+    operator = a_run(("spec.roles.env", {"replicas": 4, "minReplicas": 1}))
+    world = operator.world
+    kueue(world).elastic_pods = 2
+    await training(operator, checkpoint=checkpoint(world, 1), observed_generation=1)
+    for number in (3, 4):  # the queue was asked for as many, and had not enough
+        world.change_run(("roles.env.replicas", number))
+        await operator.settle(3)
+        assert len(world.pods(Role.ENV)) == 2
+        assert world.stop_requests == 0
+    assert [config.replicas[Role.ENV] for config in world.configs.values()] == [2]
+    world.change_run(("roles.env.replicas", 5))
+    kueue(world).elastic_pods = 5
+    await operator.settle(2)
+    driver_stops(world, saved=1)
+    await operator.settle(10)
+    assert len(world.pods(Role.ENV)) == 5
+    assert world.quota_faults == []
+
+
+async def test_fewer_pods_give_their_quota_back_when_they_are_gone() -> None:
+    operator = a_run(("spec.roles.env", {"replicas": 3}))
+    world = operator.world
+    await training(operator, checkpoint=checkpoint(world, 1), **follows(3))
+    place = workload(world)["metadata"]["uid"]
+    world.change_run(("roles.env.replicas", 1))
+    await operator.settle(2)
+    assert workloads.admitted_pods(workload(world))["env"] == 3
+    world.drive(1, checkpoint=checkpoint(world, 1), **follows(1))
+    for _ in range(4):  # KubeRay does not come to it
+        await operator.reconcile()
+        world.now += timedelta(seconds=5)
+    assert "Scaled" in happened(world)
+    assert len(world.pods(Role.ENV)) == 3
+    assert workloads.admitted_pods(workload(world))["env"] == 3, "the pods exist"
+    await operator.settle(3)
+    assert workload(world)["status"]["reclaimablePods"] == [{"name": "env", "count": 2}]
+    assert workloads.admitted_pods(workload(world))["env"] == 1
+    assert (world.status.phase, world.stop_requests) == (Phase.RUNNING, 0)
+    evict(world)
+    await operator.settle(2)
+    driver_stops(world, saved=1)
+    await operator.settle(4)
+    kueue(world).free = True
+    await operator.settle(8)
+    assert [job.replicas["env"] for job in world.jobs] == [3, 1]
+    assert workload(world)["metadata"]["uid"] == place, "it keeps its place"
+    assert world.quota_faults == []
+
+
+async def test_quota_that_was_given_back_is_asked_for_again() -> None:
+    operator = a_run(("spec.roles.env", {"replicas": 3}))
+    world = operator.world
+    await training(operator, checkpoint=checkpoint(world, 1), **follows(3))
+    world.change_run(("roles.env.replicas", 1))
+    await operator.settle(1)
+    world.drive(1, checkpoint=checkpoint(world, 1), **follows(1))
+    await operator.settle(4)
+    assert workloads.admitted_pods(workload(world))["env"] == 1
+    world.change_run(("roles.env.replicas", 2))
+    await operator.settle(2)
+    assert len(world.pods(Role.ENV)) == 1
+    driver_stops(world, saved=1)
+    await operator.settle(10)
+    assert workloads.pod_counts(workload(world))["env"] == 2
+    assert [job.replicas["env"] for job in world.jobs] == [3, 2]
+    assert world.quota_faults == []
+
+
+async def test_no_pods_are_added_while_kueue_cannot_be_read() -> None:
+    operator = a_run(("spec.roles.env", {"replicas": 4, "minReplicas": 1}))
+    world = operator.world
+    kueue(world).elastic_pods = 2
+    await training(operator, checkpoint=checkpoint(world, 1), **follows(2))
+    world.kueue_denied = RightMissing('User "operator" cannot get resource "workloads"')
+    await operator.settle(3)
+    assert len(world.pods(Role.ENV)) == 2
+    world.change_run(("roles.env.replicas", 6))
+    await operator.settle(3)
+    assert len(world.pods(Role.ENV)) == 2
+    assert (world.status.phase, world.stop_requests) == (Phase.RUNNING, 0)
+
+
+async def test_a_run_that_trains_with_a_part_of_its_env_pods_is_ready_for_kueue() -> None:
+    """Else `waitForPodsReady` evicts a run that trains."""
+    operator = a_run(
+        ("spec.roles.env", {"replicas": 3, "minReplicas": 1}),
+        ("spec.failurePolicy", {"waitSeconds": 20}),
+        world=RoomForOneEnvPod,
+    )
+    world = operator.world
+    await pass_time(operator, 15)
+    assert said(world, "PodsReady") == ("", "")
+    await pass_time(operator, 20)
+    assert [job.attempt for job in world.jobs] == [1]
+    assert said(world, "PodsReady") == ("True", "Started")
 
 
 async def test_a_run_that_waits_asks_for_the_pods_that_it_has_in_its_spec_now() -> None:
