@@ -136,7 +136,9 @@ drills: setup ## Slow fault drills (tier two of docs/testing.md)
 	@AGENTICRUN_E2E_OPERATOR_DOWN_SECONDS=300 $(BIN)/pytest -q tests/e2e/test_run.py
 	@AGENTICRUN_E2E_DRILLS=all AGENTICRUN_DRILLS_TABLE=benchmarks/results/drills.md $(BIN)/pytest -q tests/e2e/test_drills.py
 	@AGENTICRUN_E2E_DRILLS=all $(BIN)/pytest -q tests/e2e/test_upgrade.py
-	@AGENTICRUN_KUEUE=1 $(BIN)/pytest -q -s --timeout 1800 tests/integration/operator/test_kueue.py
+	@AGENTICRUN_E2E_DRILLS=all $(BIN)/pytest -q -s tests/e2e/test_queues.py
+	@AGENTICRUN_KUEUE=1 AGENTICRUN_KUEUE_PREEMPTIONS=50 $(BIN)/pytest -q -s tests/integration/operator/test_kueue.py
+	@AGENTICRUN_HALF_PLACED=1 $(BIN)/pytest -q -s tests/integration/operator/test_half_placed.py
 	@AGENTICRUN_PROXY_SECONDS=600 AGENTICRUN_PROXY_RUNS=20 $(BIN)/pytest -q -s tests/integration/operator/test_faulty_apiserver.py
 	@AGENTICRUN_E2E_ENGINES=sglang,vllm $(BIN)/pytest -q -s tests/e2e/test_engines.py
 

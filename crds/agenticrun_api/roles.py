@@ -207,6 +207,14 @@ class Resources(Model):
     """As in a container spec."""
 
 
+REPORTER_RESOURCES = Resources(
+    requests={"cpu": "20m", "memory": "128Mi", "ephemeral-storage": "64Mi"},
+    limits={"cpu": "500m", "memory": "256Mi", "ephemeral-storage": "256Mi"},
+)
+"""Resources of the container that runs the reporter, unless the installation has others. They name
+every kind of resource that a quota may demand from each container."""
+
+
 def _one_form(cpus: str, memory: str) -> tuple[Rule, ...]:
     """Return the rules that a quantity is not given twice, in the short and in the long form.
 
@@ -337,7 +345,8 @@ class ElasticRole(WorkerRole):
 
     min_replicas: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Pods without which no attempt begins. Default: half of `replicas`, rounded up. The first
-    attempt also waits failurePolicy.waitSeconds for all."""
+    attempt also waits failurePolicy.waitSeconds for all. With spec.queue, Kueue may admit the run
+    with as few pods if this is set (docs/queues.md)."""
 
 
 ELASTIC = (Role.INFERENCE, Role.ENV)
@@ -406,6 +415,19 @@ class Roles(Model):
     def total_gpus(self, role: Role) -> int:
         """Return the number of GPUs of all pods of a role."""
         return self.replicas(role) * self.of(role).gpus
+
+    @property
+    def fewest_in_a_queue(self) -> dict[str, int]:
+        """The number of pods with which a queue may admit the run if it has no quota for all.
+
+        Kueue allows it for one role: the engines, which hold GPUs, come before the env pods. Only a
+        number that the user has set counts, because the run keeps as few pods until it is admitted
+        again.
+        """
+        for role, settings in ((Role.INFERENCE, self.inference), (Role.ENV, self.env)):
+            if settings and settings.min_replicas and settings.min_replicas < settings.replicas:
+                return {role.value: settings.min_replicas}
+        return {}
 
     @property
     def elastic(self) -> dict[str, int]:

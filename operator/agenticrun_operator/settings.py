@@ -9,8 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from agenticrun_api.roles import Resources
-from agenticrun_operator import resources
+from agenticrun_api.roles import REPORTER_RESOURCES, Resources
 from agenticrun_operator.logs import LogFormat
 from agenticrun_operator.resources import OperatorKey, WorkerImages
 
@@ -50,7 +49,7 @@ class Settings(BaseSettings):
     architectures: Annotated[tuple[str, ...], NoDecode] = ("amd64",)
     """Architectures of the worker images, separated by commas, as nodes name theirs. Pods go to no
     other nodes. Empty: pods go to any node."""
-    reporter_resources: Resources = resources.REPORTER_RESOURCES
+    reporter_resources: Resources = REPORTER_RESOURCES
     """Resources of the reporter's container on head pods, as JSON."""
     workers: Annotated[int, Field(ge=1, le=64)] = 16
     """Number of runs whose objects are read at the same time. Questions to head pods and writes do

@@ -40,6 +40,7 @@ def operator(cluster: Cluster, images: Images) -> Iterator[Operator]:
         "watchNamespaces": [RUNS],
         "replicas": 1,  # drills kill the operator, and see how another start goes
         "logLevel": "debug",
+        "kueue": {"enabled": True},
     }
     with cluster.new_namespace(RUNS), cluster.new_namespace(SYSTEM) as system:
         cluster.kubectl(

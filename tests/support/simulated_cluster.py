@@ -22,13 +22,22 @@ from typing import Any
 
 from aiohttp import web
 
-from agenticrun_api import Activity, FinalReport, LiveConfig, Outcome, Progress, Role
+from agenticrun_api import (
+    Activity,
+    FinalReport,
+    LiveConfig,
+    Outcome,
+    PoolStatus,
+    Progress,
+    Role,
+)
 from agenticrun_api.challenge import prove
 from agenticrun_api.load import parse_served
 from agenticrun_api.metrics import STEP_METRICS
 from agenticrun_api.names import (
     DASHBOARD_PORT,
     ENV_ATTEMPT,
+    ENV_REPLICAS,
     KIND,
     LABEL_ROLE,
     LABEL_RUN,
@@ -42,7 +51,8 @@ from agenticrun_operator.cluster.kube import object_path
 from agenticrun_operator.planning.times import format_time, parse_time
 from agenticrun_operator.resources import Manifest, secret_of
 from drills import is_ready
-from fake_ray import FakeJob, missing_roles, pod_of, ready_condition
+from fake_ray import FakeJob, missing_roles, pod_of, ready_condition, surplus_pods
+from operator_world import gpus_of
 
 STEP_SECONDS = 1.0
 START_SECONDS = 2.0
@@ -156,12 +166,19 @@ class SimulatedHead:
 
     async def _submit(self, request: web.Request) -> web.Response:
         body = await request.json()
-        name, attempt = body["submission_id"], int(body["runtime_env"]["env_vars"][ENV_ATTEMPT])
+        variables = body["runtime_env"]["env_vars"]
+        name, attempt = body["submission_id"], int(variables[ENV_ATTEMPT])
         if name in self._jobs:
             return web.Response(status=500, text=f"Job with submission_id {name} already exists")
         self._history.submissions.append((name, self._incarnation))
         self._stop_requested = False
-        job = self._jobs[name] = FakeJob(name, attempt, self._incarnation, start_time=time.time())
+        job = self._jobs[name] = FakeJob(
+            name,
+            attempt,
+            self._incarnation,
+            replicas=json.loads(variables.get(ENV_REPLICAS, "{}")),
+            start_time=time.time(),
+        )
         self._driver = asyncio.create_task(self._drive(job))
         return web.json_response({"submission_id": name})
 
@@ -236,7 +253,8 @@ class SimulatedHead:
 
     def _tell(self, job: FakeJob, step: int, **fields: Any) -> None:
         now, saved = utc_now(), self._history.checkpoint
-        pipeline = self._run.spec.pipeline
+        pipeline, config = self._run.spec.pipeline, self._config
+        numbers = self._run.spec.roles.elastic | job.replicas | (config.replicas if config else {})
         if saved:
             fields["checkpoint"] = CheckpointStatus(
                 step=saved, uri=f"s3://bucket/step-{saved}", time=format_time(now)
@@ -246,6 +264,11 @@ class SimulatedHead:
             now,
             step,
             max_steps=pipeline.max_steps,
+            observed_generation=(config or self._run.metadata).generation,
+            pools={
+                Role(role): PoolStatus(replicas=number, serving=number)
+                for role, number in numbers.items()
+            },
             seconds_per_step=STEP_SECONDS,
             tokens_per_second=100.0,
             staleness=0.0,
@@ -290,9 +313,16 @@ def _lost_head(pod: Manifest, other: Manifest) -> bool:
 class SimulatedCluster:
     """Everything of a Kubernetes cluster that is not its control plane, in one namespace."""
 
-    def __init__(self, kube: KubeClient, namespace: str):
-        """Create it; `kube` has all rights, and does not go through a proxy."""
+    def __init__(self, kube: KubeClient, namespace: str, gpus: int | None = None):
+        """Create it.
+
+        Args:
+            kube: has all rights, and does not go through a proxy.
+            namespace: of the runs.
+            gpus: of the node; None: enough.
+        """
         self._kube = kube
+        self._gpus = gpus
         self._namespace = namespace
         self.histories: dict[str, History] = defaultdict(History)
         """By the run's name."""
@@ -338,8 +368,11 @@ class SimulatedCluster:
                     await self._send(
                         "POST",
                         object_path("Pod", self._namespace),
-                        body=self._new_pod(cluster, role, name),
+                        body=pod_of(cluster, role, name),
                     )
+                for pod in surplus_pods(cluster, own):
+                    await self.delete("Pod", pod["metadata"]["name"])
+            await self._place(own)
             for pod in own:
                 await self._run_pod(cluster, pod, own)
         known = {cluster["metadata"]["uid"] for cluster in clusters}
@@ -348,14 +381,38 @@ class SimulatedCluster:
                 await self._end_deleted(pod)
         await self._end_removed()
 
-    def _new_pod(self, cluster: Manifest, role: str, name: str) -> Manifest:
-        pod = pod_of(cluster, role, name)
-        pod["spec"]["nodeName"] = NODE
-        return pod
+    async def _place(self, own: list[Manifest]) -> None:
+        """The scheduler: place the pods of a RayCluster for which there is room.
+
+        Runs take turns: each look places one pod with GPUs of each.
+        """
+        turns = 1
+        for pod in own:
+            name, gpus = pod["metadata"]["name"], gpus_of(pod)
+            if "nodeName" in pod["spec"] or "deletionTimestamp" in pod["metadata"]:
+                continue
+            held = sum(gpus_of(item) for item in self.pods if "nodeName" in item["spec"])
+            if self._gpus is not None and gpus and (held + gpus > self._gpus or not turns):
+                said = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+                unplaced = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+                await self._patch_pod(name, {"conditions": [unplaced | {"message": said}]})
+                continue
+            turns -= bool(gpus)
+            pod["spec"]["nodeName"] = NODE
+            await self._send(
+                "POST",
+                f"{object_path('Pod', self._namespace, name)}/binding",
+                body={
+                    "apiVersion": "v1",
+                    "kind": "Binding",
+                    "metadata": {"name": name},
+                    "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
+                },
+            )
 
     async def _run_pod(self, cluster: Manifest, pod: Manifest, own: list[Manifest]) -> None:
         """The kubelet: start a pod, restart a worker that lost its head, end what is deleted."""
-        if await self._end_deleted(pod):
+        if await self._end_deleted(pod) or "nodeName" not in pod["spec"]:
             return
         uid, status = pod["metadata"]["uid"], pod.get("status", {})
         if "podIP" not in status:
@@ -393,7 +450,10 @@ class SimulatedCluster:
             "conditions": [ready_condition(ready, utc_now())],
             "containerStatuses": [container],
         }
-        path = object_path("Pod", self._namespace, pod["metadata"]["name"])
+        await self._patch_pod(pod["metadata"]["name"], status)
+
+    async def _patch_pod(self, name: str, status: Manifest) -> None:
+        path = object_path("Pod", self._namespace, name)
         await self._send(
             "PATCH",
             f"{path}/status",

@@ -19,7 +19,7 @@ from agenticrun_operator.resources.claims import (
     unbound,
     unsuitable,
 )
-from agenticrun_operator.resources.images import REPORTER_RESOURCES, WorkerImages
+from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import (
     LABEL_CLUSTER,
     Manifest,
@@ -60,7 +60,6 @@ __all__ = [
     "CLAIM_KIND",
     "LABEL_CLUSTER",
     "POLICY_KIND",
-    "REPORTER_RESOURCES",
     "Child",
     "Event",
     "Manifest",

@@ -6,15 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agenticrun_api import AgenticRun, Role
-from agenticrun_api.roles import Resources
+from agenticrun_api.roles import REPORTER_RESOURCES, Resources
 
 EMBEDDED_ENGINE = "transformers"
 """The engine that every worker image has."""
-REPORTER_RESOURCES = Resources(
-    requests={"cpu": "20m", "memory": "128Mi", "ephemeral-storage": "64Mi"},
-    limits={"cpu": "500m", "memory": "256Mi", "ephemeral-storage": "256Mi"},
-)
-"""Every kind of resource that a quota may demand from each container."""
 
 
 @dataclass(frozen=True)

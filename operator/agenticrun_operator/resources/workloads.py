@@ -78,7 +78,7 @@ def build(
         group["groupName"]: (group["replicas"], group, [_WAIT_FOR_HEAD])
         for group in cluster["workerGroupSpecs"]
     }
-    fewest = _fewest(run)
+    fewest = run.spec.roles.fewest_in_a_queue
     spec: Manifest = {
         "queueName": queue.name,
         "podSets": [
@@ -96,20 +96,6 @@ def build(
         "metadata": child_metadata(run, name_of(run)),
         "spec": spec,
     }
-
-
-def _fewest(run: AgenticRun) -> dict[str, int]:
-    """Return the number of pods with which a run may be admitted if there is no quota for all.
-
-    Kueue allows it for one pod set: the engines, which hold GPUs, come before the env pods. Only a
-    number that the user has set counts, because the run keeps as few pods until it is admitted
-    again.
-    """
-    roles = run.spec.roles
-    for role, settings in ((Role.INFERENCE, roles.inference), (Role.ENV, roles.env)):
-        if settings and settings.min_replicas and settings.min_replicas < settings.replicas:
-            return {role.value: settings.min_replicas}
-    return {}
 
 
 def _accounted(template: Manifest, extra: list[Manifest]) -> Manifest:
@@ -175,8 +161,7 @@ def pod_counts(found: Manifest) -> dict[str, int]:
     Pods whose quota was given back do not count.
     """
     given_back = {
-        item["name"]: item["count"]
-        for item in found.get("status", {}).get("reclaimablePods") or ()
+        item["name"]: item["count"] for item in found.get("status", {}).get("reclaimablePods") or ()
     }
     return {
         item["name"]: item.get("count", 1) - given_back.get(item["name"], 0)
@@ -293,9 +278,7 @@ def with_fewer_pods(found: Manifest, numbers: Mapping[str, int]) -> Manifest:
         found: the Workload as it was read.
         numbers: the pods that are left, by role.
     """
-    before = {
-        item["name"]: item for item in found.get("status", {}).get("reclaimablePods") or ()
-    }
+    before = {item["name"]: item for item in found.get("status", {}).get("reclaimablePods") or ()}
     given_back = {
         item["name"]: {"name": item["name"], "count": item.get("count", 1) - numbers[item["name"]]}
         for item in found["spec"]["podSets"]

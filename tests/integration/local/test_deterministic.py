@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -21,6 +20,7 @@ import yaml
 from agenticrun_api import parse_run
 from agenticrun_workers.driver.checkpoints import MANIFEST
 from agenticrun_workers.driver.export import export_checkpoint
+from curves import Curve, read_curve
 from preloaded import environment, executable
 from processes import of_session, ray_folders
 from tiny_runs import tiny_document
@@ -39,21 +39,6 @@ STEP = re.compile(r"\bstep (\d+)/")
 
 RAY_AGENT = re.compile(r"ray::\w+Agent")
 """Looks once a minute whether its Ray is gone."""
-
-WALL_CLOCK = (
-    "time",
-    "system/tps",
-    "weight_sync/seconds",
-    "weight_sync/pause_seconds",
-    "train/tokens_per_second",
-    "engine/engine-",
-    "rollout/utilization",
-    "rollout/engine_busy",
-    "rollout/idle/",
-    "rollout/kv_usage",
-    "train/idle/",
-)
-"""Metrics that are about the machine and not about the run."""
 
 
 def document() -> dict[str, Any]:
@@ -138,20 +123,10 @@ class Command:
     def log(self) -> str:
         return self._log.read_text()
 
-    def finish(self) -> dict[tuple[int, bool], dict[str, float]]:
-        """The run's metrics at its end, by step and whether they are a validation's."""
+    def finish(self) -> Curve:
+        """The run's metrics at its end."""
         assert self.process.wait(1200) == 0, self.log
-        lines = [
-            json.loads(line)
-            for line in (self.folder / "out/metrics.jsonl").read_text().splitlines()
-        ]
-        return {
-            (line["step"], "system/tps" not in line): {
-                name: value for name, value in line.items() if not name.startswith(WALL_CLOCK)
-            }
-            for line in lines
-            if "engine/parity_gap" not in line  # once per attempt
-        }
+        return read_curve(self.folder / "out")
 
     def kill(self, after_step: int, seconds: float) -> bool:
         """SIGKILL the driver some seconds after a step, or after its first one if that is later.
@@ -187,9 +162,7 @@ class Command:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def killed_and_gone_on_with(
-    folder: Path, rng: random.Random
-) -> dict[tuple[int, bool], dict[str, float]] | None:
+def killed_and_gone_on_with(folder: Path, rng: random.Random) -> Curve | None:
     """The metrics of a run that was killed `KILLS` times; None if it was done before."""
     for after_step in AFTER_STEPS:
         with Command(folder) as command:
@@ -205,11 +178,8 @@ def killed_and_gone_on_with(
         return metrics
 
 
-Metrics = dict[tuple[int, bool], dict[str, float]]
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Metrics]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
     """The folder and the metrics of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
     with Command(folder, preloaded=True) as command:
@@ -224,7 +194,7 @@ def weights(folder: Path) -> bytes:
 
 
 def test_one_process_trains_the_same_policy_as_ray_bit_for_bit(
-    tmp_path: Path, whole: tuple[Path, Metrics]
+    tmp_path: Path, whole: tuple[Path, Curve]
 ) -> None:
     folder, expected = whole
     with Command(tmp_path, "--in-process", preloaded=True) as command:
@@ -233,7 +203,7 @@ def test_one_process_trains_the_same_policy_as_ray_bit_for_bit(
 
 
 def test_a_killed_run_goes_on_bit_for_bit_and_a_seed_is_a_run(
-    tmp_path: Path, whole: tuple[Path, Metrics]
+    tmp_path: Path, whole: tuple[Path, Curve]
 ) -> None:
     _, expected = whole
     assert sorted(step for step, validation in expected if not validation) == list(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,8 +19,10 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api.names import LABEL_RUN
+from agenticrun_api import Role
+from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN
 from agenticrun_operator.cluster import KubeClient, connect
+from agenticrun_operator.cluster.kube import object_path
 from agenticrun_operator.resources import Manifest, workloads
 from control_plane import control_plane
 from kueue_process import kueue
@@ -38,12 +42,37 @@ API = {"apiVersion": f"{workloads.KUEUE_GROUP}/{workloads.KUEUE_VERSION}"}
 PLENTY = ("cpu", "memory", "ephemeral-storage")
 
 
+def a_queue(name: str, cluster_queue: str, gpus: int) -> list[Manifest]:
+    """Return a LocalQueue with quota for some GPUs."""
+    quota = [{"name": resource, "nominalQuota": "1000G"} for resource in PLENTY]
+    flavor = {
+        "name": "pool",
+        "resources": [*quota, {"name": "nvidia.com/gpu", "nominalQuota": gpus}],
+    }
+    return [
+        {
+            **API,
+            "kind": "ClusterQueue",
+            "metadata": {"name": cluster_queue},
+            "spec": {
+                "namespaceSelector": {},
+                "preemption": {"withinClusterQueue": "LowerPriority"},
+                "resourceGroups": [
+                    {"coveredResources": [*PLENTY, "nvidia.com/gpu"], "flavors": [flavor]}
+                ],
+            },
+        },
+        {
+            **API,
+            "kind": "LocalQueue",
+            "metadata": {"name": name, "namespace": NAMESPACE},
+            "spec": {"clusterQueue": cluster_queue},
+        },
+    ]
+
+
 def queue_objects() -> list[Manifest]:
-    """Return the objects of docs/queues.md, with quota for one run with a GPU."""
-    quota = [{"name": name, "nominalQuota": "1000G"} for name in PLENTY]
-    gpus = {"name": "nvidia.com/gpu", "nominalQuota": 1}
-    flavor = {"name": "pool", "resources": [*quota, gpus]}
-    group = {"coveredResources": [*PLENTY, "nvidia.com/gpu"], "flavors": [flavor]}
+    """Return the objects of docs/queues.md, with quota for one run with a GPU, and for three."""
     return [
         {
             **API,
@@ -51,22 +80,8 @@ def queue_objects() -> list[Manifest]:
             "metadata": {"name": "pool"},
             "spec": {"nodeLabels": {"example.com/pool": "a100"}},
         },
-        {
-            **API,
-            "kind": "ClusterQueue",
-            "metadata": {"name": "gpus"},
-            "spec": {
-                "namespaceSelector": {},
-                "preemption": {"withinClusterQueue": "LowerPriority"},
-                "resourceGroups": [group],
-            },
-        },
-        {
-            **API,
-            "kind": "LocalQueue",
-            "metadata": {"name": "research", "namespace": NAMESPACE},
-            "spec": {"clusterQueue": "gpus"},
-        },
+        *a_queue("research", "gpus", 1),
+        *a_queue("wide", "three-gpus", 3),
         {
             **API,
             "kind": "WorkloadPriorityClass",
@@ -77,13 +92,16 @@ def queue_objects() -> list[Manifest]:
     ]
 
 
-def a_run(name: str, *, steps: int = 4, gpus: int = 1, queue: Any = ()) -> Manifest:
+def a_run(
+    name: str, *changes: tuple[str, Any], steps: int = 4, gpus: int = 1, queue: Any = ()
+) -> Manifest:
     return run_with(
         ("spec.pipeline.maxSteps", steps),
         ("spec.pipeline.saveSteps", 1000),
         ("spec.checkpoint.uri", "s3://bucket/prefix"),
         ("spec.roles.trainer", {"gpus": gpus}),
         ("spec.queue", {"name": "research", "preemption": {"graceSeconds": 60}} | dict(queue)),
+        *changes,
         name=name,
     )
 
@@ -104,23 +122,35 @@ class Quota:
 
     cluster: SimulatedCluster
     faults: set[str] = field(default_factory=set)
+    runs: int = 1
+    """There is quota for so many runs at the same time."""
+    looks: int = 0
 
     async def watch(self) -> None:
         while True:
-            before = await self._reserved()
+            before = await self._admitted()
             pods = await self.cluster.objects("Pod")
-            after = await self._reserved()
-            holders = {pod["metadata"]["labels"][LABEL_RUN] for pod in pods}
-            if len(holders) > 1:
+            after = await self._admitted()
+            labels = [pod["metadata"]["labels"] for pod in pods]
+            holders = {one[LABEL_RUN] for one in labels}
+            if len(holders) > self.runs:
                 self.faults.add(f"pods of {sorted(holders)} at the same time")
-            self.faults |= {f"{name} has pods, no quota" for name in holders - before - after}
+            for (name, role), number in Counter(
+                (one[LABEL_RUN], one[LABEL_ROLE]) for one in labels
+            ).items():
+                admitted = max(known.get((name, role), 0) for known in (before, after))
+                if number > admitted:
+                    self.faults.add(f"{name} has {number} {role} pods, quota for {admitted}")
+            self.looks += 1
             await asyncio.sleep(0.2)
 
-    async def _reserved(self) -> set[str]:
+    async def _admitted(self) -> dict[tuple[str, str], int]:
+        """Return the number of pods that have quota, by run and role."""
         return {
-            item["metadata"]["labels"][LABEL_RUN]
+            (item["metadata"]["labels"][LABEL_RUN], role): number
             for item in await self.cluster.objects(workloads.WORKLOAD_KIND)
             if workloads.holds_quota(item)
+            for role, number in workloads.admitted_pods(item).items()
         }
 
 
@@ -131,6 +161,23 @@ class Place:
     cluster: SimulatedCluster
     quota: Quota
     operator: OperatorProcess
+    start_operator: Callable[[], OperatorProcess]
+
+    async def restart_operator(self) -> None:
+        await asyncio.to_thread(self.operator.stop)
+        self.operator = self.start_operator()
+
+    async def change_run(self, name: str, spec: dict[str, Any]) -> None:
+        await self.cluster._send(
+            "PATCH",
+            object_path(KIND, NAMESPACE, name),
+            body={"spec": spec},
+            headers={"Content-Type": "application/merge-patch+json"},
+        )
+
+    def pods(self, name: str, role: Role) -> int:
+        labels = [pod["metadata"]["labels"] for pod in self.cluster.pods]
+        return sum((one[LABEL_RUN], one[LABEL_ROLE]) == (name, role.value) for one in labels)
 
     def status(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = self.cluster.runs.get(name, {}).get("status") or {}
@@ -180,17 +227,20 @@ async def _place(plane: Cluster, folder: Path) -> AsyncIterator[Place]:
     kube = KubeClient(await connect(Path(plane.env["KUBECONFIG"])), [NAMESPACE])
     config = await asyncio.to_thread(RELEASE.kubeconfig, plane)
     lease = await asyncio.to_thread(RELEASE.lease, plane)
-    operator = OperatorProcess.start(folder, config, AGENTICRUN_NAMESPACES=NAMESPACE, **lease)
+
+    def start() -> OperatorProcess:
+        return OperatorProcess.start(folder, config, AGENTICRUN_NAMESPACES=NAMESPACE, **lease)
+
     try:
         async with SimulatedCluster(kube, NAMESPACE).work() as cluster:
-            quota = Quota(cluster)
-            watching = asyncio.create_task(quota.watch())
+            place = Place(cluster, Quota(cluster), start(), start)
+            watching = asyncio.create_task(place.quota.watch())
             try:
-                yield Place(cluster, quota, operator)
+                yield place
             finally:
                 watching.cancel()
+                await asyncio.to_thread(place.operator.stop)
     finally:
-        await asyncio.to_thread(operator.stop)
         await kube.close()
 
 
@@ -216,15 +266,21 @@ async def test_a_run_waits_until_another_one_has_ended(place: Place) -> None:
 async def test_a_run_that_is_preempted_saves_gives_its_quota_up_and_loses_no_step(
     place: Place,
 ) -> None:
-    chance = random.Random(1)
+    """At any moment, also while the operator restarts. `make drills` preempts 50 times."""
+    chance, began, restarts = random.Random(1), time.monotonic(), 0
     await place.cluster.create_run(a_run("steady", steps=12 + 6 * PREEMPTIONS))
     for number in range(PREEMPTIONS):
         await place.until_phase("steady", "Running")
         step = place.cluster.histories["steady"].step or 0
         goal = step + chance.randint(1, 3)
         await place.until_step("steady", goal)
+        await asyncio.sleep(chance.random())
         urgent = f"urgent-{number}"
         await place.cluster.create_run(a_run(urgent, steps=2, queue={"priorityClass": "urgent"}))
+        if chance.random() < 0.2:
+            await asyncio.sleep(3 * chance.random())
+            await place.restart_operator()
+            restarts += 1
         await place.until_phase("steady", "Queued")
         assert "resumes from the checkpoint of step" in place.status("steady")["message"]
         await place.until_phase(urgent, "Succeeded")
@@ -234,6 +290,43 @@ async def test_a_run_that_is_preempted_saves_gives_its_quota_up_and_loses_no_ste
     assert steps == list(range(1, 13 + 6 * PREEMPTIONS)), "each step is made once"
     assert status["disruptions"] == PREEMPTIONS
     assert (status.get("restarts", 0), history.lost, history.overlaps) == (0, [], [])
+    print(
+        f"\n{PREEMPTIONS} preemptions and {restarts} restarts of the operator in "
+        f"{time.monotonic() - began:.0f} s: {len(steps)} steps, {len(history.lost)} lost; quota "
+        f"looked at {place.quota.looks} times, faults: {sorted(place.quota.faults) or 'none'}"
+    )
+
+
+@pytest.mark.timeout(600)
+async def test_a_run_is_admitted_with_the_engines_that_there_is_quota_for(place: Place) -> None:
+    engines = ("spec.roles.inference", {"gpus": 1, "replicas": 4, "minReplicas": 1})
+    await place.cluster.create_run(a_run("part", engines, steps=4, queue={"name": "wide"}))
+    await place.until_phase("part", "Running")
+    assert place.pods("part", Role.INFERENCE) == 2, "the trainer has the third GPU"
+    asked = (await place.workload("part"))["spec"]["podSets"]
+    assert {item["name"]: item.get("minCount") for item in asked}["inference"] == 1
+    desired = {item["name"]: item["desired"] for item in place.status("part")["roles"]}
+    assert desired["inference"] == 2
+    conditions = {item["type"]: item for item in place.status("part")["conditions"]}
+    assert "with 2 of 4 inference pods" in conditions["Queued"]["message"]
+    await place.until_phase("part", "Succeeded")
+
+
+@pytest.mark.timeout(600)
+async def test_a_run_that_gets_smaller_makes_room_for_another_one(place: Place) -> None:
+    place.quota.runs = 2
+    engines = ("spec.roles.inference", {"gpus": 1, "replicas": 2})
+    await place.cluster.create_run(a_run("large", engines, steps=40, queue={"name": "wide"}))
+    await place.until("a step", lambda: bool(place.cluster.histories["large"].step))
+    await place.cluster.create_run(a_run("small", queue={"name": "wide"}))
+    await place.until_phase("small", "Queued")
+    await place.change_run("large", {"roles": {"inference": {"replicas": 1}}})
+    await place.until_phase("small", "Running")
+    assert place.phase("large") == "Running"
+    assert place.pods("large", Role.INFERENCE) == 1
+    for name in ("small", "large"):
+        await place.until_phase(name, "Succeeded")
+    assert len(place.cluster.histories["large"].submissions) == 1, "it trains on"
 
 
 @pytest.mark.timeout(600)

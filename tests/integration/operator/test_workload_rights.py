@@ -115,6 +115,8 @@ def test_the_operator_makes_a_workload_and_gives_its_quota_back_but_never_takes_
     ready = workloads.with_ready_pods(stored(runs, name), LATER)
     assert ready is not None
     as_operator(runs, "replace", ready, *status)
+    as_operator(runs, "replace", workloads.with_fewer_pods(stored(runs, name), {"env": 0}), *status)
+    assert stored(runs, name)["status"]["reclaimablePods"] == [{"name": "env", "count": 1}]
     as_operator(runs, "replace", workloads.released(stored(runs, name), LATER), *status)
     released = stored(runs, name)
     assert not workloads.holds_quota(released)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from agenticrun_api import Outcome, Phase, Role
+from agenticrun_api import Outcome, Phase, PoolStatus, Role
 from agenticrun_api.status import CheckpointStatus, StopCause
 from agenticrun_operator.errors import ClusterError, Denied, WebhookUnavailable
 from agenticrun_operator.planning.times import format_time
@@ -48,6 +48,7 @@ class AnyOrder(RuleBasedStateMachine):
                 },
             ),
             ("spec.roles.trainer", {"gpus": 1}),
+            ("spec.roles.env", {"replicas": 2, "minReplicas": 1}),
             ("spec.checkpoint", {"volumeClaim": {"size": "1Gi"}}),
         )
         self.claim: str | None = None
@@ -140,12 +141,27 @@ class AnyOrder(RuleBasedStateMachine):
     def driver_succeeds(self) -> None:
         self.world.end_driver(Outcome.SUCCEEDED)
 
-    @rule(number=st.integers(1, 2))
+    @rule(number=st.integers(1, 3))
     def env_pods_change(self, number: int) -> None:
-        before = self.world.run["spec"].get("roles", {}).get("env", {}).get("replicas", 1)
-        if number != before:
+        if number != self.world.run["spec"]["roles"]["env"]["replicas"]:
             self.suspensions += 1
-            self.world.change_run(("roles", {"env": {"replicas": number}}))
+            self.world.change_run(("roles.env.replicas", number))
+
+    @rule(step=st.integers(1, 2))
+    def driver_has_the_pods_that_it_was_asked_to_have(self, step: int) -> None:
+        for job in self.world.live_jobs():
+            config = self.world.configs.get(job.incarnation.split("/")[0])
+            wanted = self.world.run["spec"]["roles"]["env"]["replicas"]
+            number = config.replicas[Role.ENV] if config else job.replicas.get("env", wanted)
+            env = PoolStatus(replicas=number, serving=number)
+            pools = {Role.ENV: env, Role.INFERENCE: PoolStatus(replicas=1, serving=1)}
+            generation = config.generation if config else 1
+            self.world.drive(step, pools=pools, observed_generation=generation)
+
+    @rule(pods=st.integers(1, 3))
+    def quota_suffices_for_so_many_env_pods(self, pods: int) -> None:
+        if self.world.kueue:
+            self.world.kueue.elastic_pods = pods
 
     @rule(role=st.sampled_from(list(Role)))
     def pod_is_deleted(self, role: Role) -> None:

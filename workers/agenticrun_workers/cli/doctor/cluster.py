@@ -23,15 +23,24 @@ from agenticrun_workers.cli.doctor.placement import (
     usable_nodes,
     volume_reaches,
 )
+from agenticrun_workers.cli.doctor.queue import (
+    KUEUE_API,
+    leaves_rayclusters,
+    queue_has_quota,
+    queue_is_open,
+    rights_for_queues,
+    serves_workloads,
+)
 from agenticrun_workers.cli.doctor.references import images_are_known, objects_exist
 from agenticrun_workers.cli.kubectl import Kubectl, NoCluster, NoKubectl, SourceError
 from agenticrun_workers.cli.local_code import PackagingError, find_local_code
 from agenticrun_workers.cli.plan import plan_finding
-from agenticrun_workers.findings import Finding, failed, not_checked, ok, warning
+from agenticrun_workers.findings import Finding, Verdict, failed, not_checked, ok, warning
 from agenticrun_workers.sizing.gpus import Gpu, recognize
 
 MIN_KUBERNETES = (1, 30)
 MIN_KUBERAY = (1, 6)
+MIN_KUEUE = (0, 15)
 GPU = "nvidia.com/gpu"
 PRODUCT, PRODUCT_MIB = "nvidia.com/gpu.product", "nvidia.com/gpu.memory"
 """Labels of nodes: name and memory of their GPUs."""
@@ -120,7 +129,59 @@ def run_there(run: AgenticRun, folder: Path, kubectl: Kubectl) -> dict[str, Find
     }
     if _claim_name(run):
         checks["volume"] = lambda kubectl: _volume(run, kubectl)
+    if run.spec.queue:
+        checks |= {
+            "Kueue": _kueue,
+            "queue": lambda kubectl: queue_is_open(
+                run, *_items(kubectl, "localqueues", "clusterqueues", "workloadpriorityclasses")
+            ),
+            "queue quota": lambda kubectl: queue_has_quota(
+                run, *_items(kubectl, "localqueues", "clusterqueues", "resourceflavors")
+            ),
+        }
     return {**_checked(checks, kubectl), **objects_exist(run, kubectl)}
+
+
+def _items(kubectl: Kubectl, *kinds: str) -> list[Objects]:
+    """Return the objects of some kinds of Kueue."""
+    return [kubectl.json(f"{kind}.{KUEUE_API}")["items"] for kind in kinds]
+
+
+def _kueue(kubectl: Kubectl) -> Finding:
+    name = "metadata.name=workloads.kueue.x-k8s.io"
+    if found := serves_workloads(kubectl.json("crd", "--field-selector", name)["items"]):
+        return found
+    deployments = [
+        item
+        for item in kubectl.json("deployments", "-A")["items"]
+        if "/kueue" in item["spec"]["template"]["spec"]["containers"][0]["image"]
+        or item["metadata"]["name"] == "kueue-controller-manager"
+    ]
+    if not deployments:
+        return warning(
+            "its CRDs are there; no deployment kueue-controller-manager can be seen",
+            "install Kueue's controller, unless it runs somewhere else",
+        )
+    runs = deployments_run(deployments, lambda v: numbers(v) >= MIN_KUEUE, "0.15 or newer")
+    if runs.verdict is not Verdict.OK:
+        return runs
+    configuration = _configuration(kubectl, deployments)
+    return (
+        (configuration and leaves_rayclusters(configuration))
+        or rights_for_queues(kubectl, deployments, _operators(kubectl))
+        or ok(runs.found if configuration else f"{runs.found}; its settings cannot be read")
+    )
+
+
+def _configuration(kubectl: Kubectl, kueue: Objects) -> str:
+    """Return Kueue's configuration; empty if it cannot be read."""
+    where = ("--field-selector", "metadata.name=kueue-manager-config")
+    namespace = kueue[0]["metadata"]["namespace"]
+    try:
+        found: Objects = kubectl.json("configmaps", "-n", namespace, *where)["items"]
+    except SourceError:
+        return ""
+    return next((text for item in found for text in (item.get("data") or {}).values()), "")
 
 
 def _claim_name(run: AgenticRun) -> str | None:

@@ -1,0 +1,212 @@
+"""Runs in a queue of Kueue, with real pods and drivers: they wait, preempt, and lose no step.
+
+`make drills` runs this (AGENTICRUN_E2E_DRILLS=all); it builds Kueue the first time. The figures of
+docs/queues.md are what it prints.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agenticrun_api.names import LABEL_RUN
+from agenticrun_operator.resources import Manifest, workloads
+from curves import read_curve
+from installation import ALL_DRILLS, RUNS, Operator
+from lake import behind_gate, small_lake
+from testcluster import Cluster, CommandFailed, devcluster
+from waiting import eventually
+from watching import Seen, Watch
+
+pytestmark = pytest.mark.skipif(not ALL_DRILLS, reason="AGENTICRUN_E2E_DRILLS=all")
+API = {"apiVersion": f"{workloads.KUEUE_GROUP}/{workloads.KUEUE_VERSION}"}
+WORKLOADS = f"workloads.{workloads.KUEUE_GROUP}"
+QUOTA = {"cpu": "1", "memory": "20Gi", "ephemeral-storage": "10Gi"}
+"""Room for one run: its four pods ask for 0.7 CPUs."""
+STEPS = 14
+PREEMPT_AFTER = 4
+"""The step after which a run with a higher priority comes."""
+
+
+def queue_objects() -> list[Manifest]:
+    """Return the objects of docs/queues.md."""
+    quota = [{"name": name, "nominalQuota": amount} for name, amount in QUOTA.items()]
+    flavor = {"name": "node", "resources": quota}
+    return [
+        {**API, "kind": "ResourceFlavor", "metadata": {"name": "node"}, "spec": {}},
+        {
+            **API,
+            "kind": "ClusterQueue",
+            "metadata": {"name": "one-run"},
+            "spec": {
+                "namespaceSelector": {},
+                "preemption": {"withinClusterQueue": "LowerPriority"},
+                "resourceGroups": [{"coveredResources": [*QUOTA], "flavors": [flavor]}],
+            },
+        },
+        {
+            **API,
+            "kind": "WorkloadPriorityClass",
+            "metadata": {"name": "urgent"},
+            "value": 1000,
+            "description": "first",
+        },
+        {
+            **API,
+            "kind": "LocalQueue",
+            "metadata": {"name": "research"},
+            "spec": {"clusterQueue": "one-run"},
+        },
+    ]
+
+
+@pytest.fixture(scope="module")
+def queue(cluster: Cluster, operator: Operator) -> Iterator[None]:
+    """Kueue with quota for one run; it is removed at the end."""
+    assert devcluster("up", "--with", "kueue").returncode == 0, "see its output above"
+    inside = cluster.in_namespace(RUNS)
+
+    def is_applied() -> bool:
+        try:
+            inside.apply(*queue_objects())
+        except CommandFailed:  # the webhook is not reached yet
+            return False
+        return True
+
+    eventually(is_applied, 120, "the queue is there", interval=2.0)
+    yield
+    for kind, name in (
+        ("localqueue", "research"),
+        ("clusterqueue", "one-run"),
+        ("resourceflavor", "node"),
+        ("workloadpriorityclass", "urgent"),
+    ):
+        inside.kubectl("delete", f"{kind}.{workloads.KUEUE_GROUP}", name, "--timeout=120s")
+    for kind in ("mutating", "validating"):
+        name = f"kueue-{kind}-webhook-configuration"
+        inside.kubectl("delete", f"{kind}webhookconfiguration", name)
+    inside.kubectl("delete", "namespace", "kueue-system", "--timeout=300s")
+
+
+def a_run(name: str, steps: int = STEPS, **queue: Any) -> tuple[Manifest, Manifest]:
+    """Return a deterministic run that saves only when it is asked to, and its code."""
+    document = small_lake(
+        name,
+        max_steps=steps,
+        save_steps=0,
+        checkpoint={"uri": "/checkpoints", "volumeClaim": {"size": "1Gi", "retain": False}},
+        queue={"name": "research", "preemption": {"graceSeconds": 300}, **queue},
+    )
+    document["spec"]["pipeline"]["deterministic"] = True
+    code = behind_gate(document, steps=100 * STEPS, seconds=1.0)
+    for env in document["spec"]["pipeline"]["envs"]:
+        env.pop("stepTimeoutSeconds", None)  # a deterministic run does not depend on the clock
+    return code, document
+
+
+@contextmanager
+def quota_watched(runs: Cluster) -> Iterator[set[str]]:
+    """Yield the faults of the quota that are seen once a second."""
+    faults: set[str] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        before: set[str] = set()
+        while not done.wait(1.0):
+            pods = {pod["metadata"]["labels"].get(LABEL_RUN, "") for pod in runs.list("pods")}
+            now = {
+                item["metadata"]["labels"][LABEL_RUN]
+                for item in runs.list(WORKLOADS)
+                if workloads.holds_quota(item)
+            }
+            if len(pods) > 1:
+                faults.add(f"pods of {sorted(pods)} at the same time")
+            # A Workload may give its quota back between the two lists, after its last pod.
+            faults.update(f"{name} has pods and no quota" for name in pods - before - now)
+            before = now
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield faults
+    finally:
+        done.set()
+        thread.join()
+
+
+def output_of(cluster: Cluster, name: str) -> Path:
+    """Return the output folder of a run on its claim, which is a folder of this machine."""
+    claim = cluster.in_namespace(RUNS).get("persistentvolumeclaim", f"{name}-checkpoints")
+    assert claim is not None
+    volume = cluster.get("persistentvolume", claim["spec"]["volumeName"])
+    assert volume is not None
+    (found,) = Path(volume["spec"]["hostPath"]["path"]).rglob("metrics.jsonl")
+    return found.parent
+
+
+def first(history: list[Seen], phase: str, since: float = 0.0) -> Seen:
+    """Return the first version with a phase."""
+    return next(seen for seen in history if seen.phase == phase and seen.at >= since)
+
+
+@pytest.mark.timeout(2400, func_only=True)
+def test_a_preempted_run_ends_as_if_nothing_had_happened(
+    runs: Cluster, cluster: Cluster, queue: None
+) -> None:
+    """Quota for one run: `later` waits for the end of `steady`, and `urgent` preempts it."""
+    began = time.time()
+    with (
+        Watch(runs, "steady") as steady,
+        Watch(runs, "later") as later,
+        Watch(runs, "urgent") as urgent,
+        quota_watched(runs) as faults,
+    ):
+        runs.apply(*a_run("steady"))
+        steady.wait(lambda seen: seen.phase in ("Starting", "Running"), 120, "it has quota")
+        runs.apply(*a_run("later"))
+        later.wait(
+            lambda seen: "insufficient unused quota" in seen.status.get("message", ""),
+            120,
+            "it waits with the words of Kueue",
+        )
+        steady.wait(lambda seen: seen.step >= PREEMPT_AFTER, 600, "it trains")
+        runs.apply(*a_run("urgent", 3, priorityClass="urgent"))
+        evicted = time.time()
+        steady.wait(lambda seen: seen.phase == "Suspending", 60, "it is asked to save")
+        waits = steady.wait(lambda seen: seen.phase == "Queued", 300, "it has no pods")
+        saved = waits.status["checkpoint"]["step"]
+        assert saved == waits.step >= PREEMPT_AFTER, "all that was trained is saved"
+        assert f"resumes from the checkpoint of step {saved}" in waits.status["message"]
+        end = partial(Watch.wait, wanted=lambda seen: seen.phase == "Succeeded", seconds=900)
+        end(urgent, what="it ends")
+        assert first(urgent.history, "Running").at > waits.at
+        assert later.history[-1].phase == "Queued"
+        end(steady, what="it resumes and ends")
+        end(later, what="it is admitted at last and ends")
+    final = steady.history[-1].status
+    steps = [seen.step for seen in steady.history]
+    assert steps == sorted(steps), "no step is made twice"
+    assert (final["step"], final["disruptions"], final["restarts"]) == (STEPS, 1, 0)
+    assert (final["job"]["attempt"], final["restartedAtStep"]) == (2, saved)
+    assert first(later.history, "Running").at > first(steady.history, "Succeeded").at
+    assert not faults
+    disturbed, undisturbed = (read_curve(output_of(cluster, name)) for name in ("steady", "later"))
+    assert sorted(step for step, _ in undisturbed) == list(range(1, STEPS + 1))
+    assert disturbed == undisturbed
+    resumed = first(steady.history, "Running", since=waits.at)
+    took = {
+        "evicted and without pods": waits.at - evicted,
+        "then the other run trains": first(urgent.history, "Running").at - waits.at,
+        "resumed after its end": resumed.at - first(urgent.history, "Succeeded").at,
+        "all": time.time() - began,
+    }
+    print(
+        f"\nstep {saved}", *(f"{what}: {seconds:.0f} s" for what, seconds in took.items()), sep="; "
+    )

@@ -1,0 +1,261 @@
+"""`agenticrun doctor -f run.yaml`: Kueue and the queue of a run, and whose move it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typing_extensions import override
+
+from agenticrun_api import AgenticRun, parse_run
+from agenticrun_workers.cli.doctor.cluster import run_there
+from agenticrun_workers.cli.doctor.queue import FRAMEWORK, queue_has_quota, queue_is_open
+from agenticrun_workers.cli.kubectl import Kubectl, SourceError
+from agenticrun_workers.findings import Finding, Verdict
+from tiny_runs import tiny_document
+
+GPU = "nvidia.com/gpu"
+QUOTA = {"cpu": "64", "memory": "512Gi", "ephemeral-storage": "1Ti", GPU: 8}
+
+
+def a_run(*, queue: Any = None, **roles: Any) -> AgenticRun:
+    document = tiny_document()
+    document["spec"]["queue"] = queue or {"name": "research"}
+    document["spec"]["checkpoint"] = {"uri": "s3://bucket/prefix"}
+    document["spec"]["roles"] = {"trainer": {"gpus": 1}} | roles
+    return parse_run(document)
+
+
+def flavor(name: str, quota: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    resources = [{"name": key, "nominalQuota": value, **fields} for key, value in quota.items()]
+    return {"name": name, "resources": resources}
+
+
+def a_cluster_queue(*flavors: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    used = flavors or (flavor("a100", QUOTA),)
+    covered = [item["name"] for item in used[0]["resources"]]
+    groups = [{"coveredResources": covered, "flavors": list(used)}]
+    return {"metadata": {"name": "gpus"}, "spec": {"resourceGroups": groups, **spec}, "status": {}}
+
+
+def named(*names: str, **fields: Any) -> list[dict[str, Any]]:
+    return [{"metadata": {"name": name}, **fields} for name in names]
+
+
+LOCAL = named("research", spec={"clusterQueue": "gpus"}, status={"pendingWorkloads": 3})
+
+
+def test_a_queue_that_is_open_is_shown_with_what_waits_in_it() -> None:
+    found = queue_is_open(a_run(), LOCAL, [a_cluster_queue()], [])
+    assert (found.verdict, found.advice) == (Verdict.OK, "")
+    assert found.found == "research leads to ClusterQueue gpus; 3 wait in it"
+
+
+HELD = named("research", spec={"clusterQueue": "gpus", "stopPolicy": "Hold"})
+INACTIVE = a_cluster_queue() | {
+    "status": {"conditions": [{"type": "Active", "status": "False", "message": "no flavor h100"}]}
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "local", "cluster", "words", "move"),
+    [
+        (a_run(), [], a_cluster_queue(), "research does not exist", "creates it"),
+        (a_run(), named("other"), a_cluster_queue(), "research does not exist", "name: other"),
+        (a_run(), LOCAL, None, "gpus, which does not exist", "creates it"),
+        (a_run(), HELD, a_cluster_queue(), "stopPolicy Hold", "of the LocalQueue to None"),
+        (a_run(), LOCAL, a_cluster_queue(stopPolicy="HoldAndDrain"), "ClusterQueue gpus", "None"),
+        (a_run(), LOCAL, INACTIVE, "no flavor h100", "kubectl describe clusterqueue gpus"),
+        (
+            a_run(queue={"name": "research", "priorityClass": "urgent"}),
+            LOCAL,
+            a_cluster_queue(),
+            "WorkloadPriorityClass urgent does not exist",
+            "(low)",
+        ),
+    ],
+)
+def test_a_queue_that_admits_no_run_says_whose_move_it_is(
+    run: AgenticRun, local: Any, cluster: Any, words: str, move: str
+) -> None:
+    found = queue_is_open(run, local, [cluster] if cluster else [], named("low"))
+    assert found.verdict is Verdict.FAILED
+    assert words in found.found
+    assert move in found.advice
+
+
+def quota(run: AgenticRun, cluster: dict[str, Any], *flavors: str) -> Finding:
+    return queue_has_quota(run, LOCAL, [cluster], named(*(flavors or ("a100",))))
+
+
+def test_a_run_that_fits_into_its_queue() -> None:
+    assert quota(a_run(), a_cluster_queue()).verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("run", "cluster", "words"),
+    [
+        (
+            a_run(),
+            a_cluster_queue(flavor("a100", {"cpu": "64", "memory": "1Ti", GPU: 8})),
+            "no quota for ephemeral-storage, which driver pods ask for",
+        ),
+        (
+            a_run(),
+            a_cluster_queue(flavor("a100", {key: QUOTA[key] for key in QUOTA if key != GPU})),
+            f"no quota for {GPU}, which trainer pods ask for",
+        ),
+        (a_run(), a_cluster_queue(flavor("h100", QUOTA)), "ResourceFlavor h100"),
+        (
+            a_run(trainer={"gpus": 8, "replicas": 2}),
+            a_cluster_queue(),
+            f"trainer pods ask for 16 {GPU}, and each flavor of ClusterQueue gpus has less",
+        ),
+        (
+            a_run(trainer={"gpus": 8}, inference={"gpus": 1}),
+            a_cluster_queue(),
+            f"the run asks for 9 {GPU}, and the quota of ClusterQueue gpus has less",
+        ),
+    ],
+)
+def test_a_run_that_its_queue_can_never_admit(
+    run: AgenticRun, cluster: dict[str, Any], words: str
+) -> None:
+    found = quota(run, cluster)
+    assert found.verdict is Verdict.FAILED
+    assert words in found.found
+    assert found.advice
+
+
+def test_the_pods_of_a_role_go_to_one_flavor_and_roles_to_several() -> None:
+    two = a_cluster_queue(flavor("a100", QUOTA), flavor("h100", QUOTA))
+    both = a_run(trainer={"gpus": 8}, inference={"gpus": 8})
+    assert quota(both, two, "a100", "h100").verdict is Verdict.OK
+    one = a_run(trainer={"gpus": 8, "replicas": 2})
+    assert quota(one, two, "a100", "h100").verdict is Verdict.FAILED
+
+
+def test_a_cohort_lends_as_much_as_the_limit_says() -> None:
+    run = a_run(trainer={"gpus": 8, "replicas": 2})
+    lends = a_cluster_queue(flavor("a100", QUOTA), cohortName="all")
+    assert quota(run, lends).verdict is Verdict.OK
+    limited = a_cluster_queue(flavor("a100", QUOTA, borrowingLimit=4), cohortName="all")
+    assert quota(run, limited).verdict is Verdict.FAILED
+
+
+def test_min_replicas_are_what_the_queue_must_have() -> None:
+    engines = {"gpus": 1, "replicas": 16}
+    assert quota(a_run(inference=engines), a_cluster_queue()).verdict is Verdict.FAILED
+    fewer = a_run(inference=engines | {"minReplicas": 7})
+    assert quota(fewer, a_cluster_queue()).verdict is Verdict.OK
+
+
+def test_quota_that_others_hold_is_a_warning() -> None:
+    cluster = a_cluster_queue()
+    held = {"name": "a100", "resources": [{"name": GPU, "total": "8"}]}
+    cluster["status"] = {"flavorsReservation": [held]}
+    found = quota(a_run(), cluster)
+    assert found.verdict is Verdict.WARNING
+    assert f"1 {GPU} needed, 0 {GPU} left" in found.found
+
+
+# -- Kueue -----------------------------------------------------------------------------------------
+
+
+CRD = {"spec": {"versions": [{"name": "v1beta1", "served": True}]}}
+NEW_CRD = {"spec": {"versions": [*CRD["spec"]["versions"], {"name": "v1beta2", "served": True}]}}
+
+
+def deployment(name: str, image: str, namespace: str, **labels: str) -> dict[str, Any]:
+    pod = {"containers": [{"image": image}], "serviceAccountName": name}
+    return {
+        "metadata": {"name": name, "namespace": namespace, "labels": labels},
+        "spec": {"template": {"spec": pod}},
+        "status": {"availableReplicas": 1},
+    }
+
+
+OPERATOR = {"app.kubernetes.io/name": "agenticrun", "app.kubernetes.io/component": "operator"}
+
+
+class WithKueue(Kubectl):
+    """The kubectl of a user on a cluster with Kueue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crds = [NEW_CRD]
+        self.image = "registry.k8s.io/kueue/kueue:v0.19.2"
+        self.configuration: dict[str, Any] | None = {
+            "integrations": {"externalFrameworks": [FRAMEWORK]}
+        }
+        self.denied = "nothing"
+
+    @override
+    def run(self, *words: str, timeout: float = 60.0) -> bytes:
+        if words[0] == "auth":
+            if self.denied in " ".join(words):
+                raise SourceError("kubectl auth can-i list: ")
+            return b"yes"
+        return json.dumps({"items": self._items(words[1])}).encode()
+
+    def _items(self, kind: str) -> list[dict[str, Any]]:
+        operator = deployment("agenticrun", "operator:1.0", "system", **OPERATOR)
+        kueue = deployment("kueue-controller-manager", self.image, "kueue-system")
+        data = {"controller_manager_config.yaml": yaml.safe_dump(self.configuration)}
+        found: dict[str, list[dict[str, Any]]] = {
+            "crd": self.crds,
+            "deployments": [operator, kueue],
+            "configmaps": [{"data": data}] if self.configuration else [],
+            "localqueues.v1beta2.kueue.x-k8s.io": LOCAL,
+            "clusterqueues.v1beta2.kueue.x-k8s.io": [a_cluster_queue()],
+            "resourceflavors.v1beta2.kueue.x-k8s.io": named("a100"),
+            "workloadpriorityclasses.v1beta2.kueue.x-k8s.io": [],
+        }
+        return copy.deepcopy(found.get(kind, []))
+
+
+def kueue_row(kubectl: Kubectl, folder: Path) -> Finding:
+    return run_there(a_run(), folder, kubectl)["Kueue"]
+
+
+def test_a_run_with_a_queue_has_a_row_for_kueue_its_queue_and_its_quota(tmp_path: Path) -> None:
+    found = run_there(a_run(), tmp_path, WithKueue())
+    rows = {name: found[name].verdict for name in ("Kueue", "queue", "queue quota")}
+    assert set(rows.values()) == {Verdict.OK}
+    assert found["Kueue"].found == "kueue-system/kueue-controller-manager v0.19.2"
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "move"),
+    [
+        ({"crds": []}, "does not serve Workloads", "installs Kueue 0.15 or newer"),
+        ({"crds": [CRD]}, "v1beta1, and not v1beta2", "upgrades Kueue"),
+        ({"image": "registry.k8s.io/kueue/kueue:v0.14.0"}, "v0.14.0", "0.15 or newer"),
+        ({"configuration": {"integrations": {}}}, "may queue their RayClusters", FRAMEWORK),
+        ({"denied": "list agenticruns"}, "may not read AgenticRuns", "docs/queues.md"),
+        ({"denied": "update workloads"}, "may not update workloads", "kueue.enabled=true"),
+        ({"denied": "get resourceflavors"}, "may not get resourceflavors", "kueue.enabled=true"),
+    ],
+)
+def test_what_an_administrator_must_set_in_kueue(
+    change: dict[str, Any], words: str, move: str, tmp_path: Path
+) -> None:
+    kubectl = WithKueue()
+    for name, value in change.items():
+        setattr(kubectl, name, value)
+    found = kueue_row(kubectl, tmp_path)
+    assert found.verdict is Verdict.FAILED
+    assert words in found.found
+    assert move in found.advice
+
+
+def test_settings_of_kueue_that_cannot_be_read_are_no_fault(tmp_path: Path) -> None:
+    kubectl = WithKueue()
+    kubectl.configuration = None
+    found = kueue_row(kubectl, tmp_path)
+    assert found.verdict is Verdict.OK
+    assert "cannot be read" in found.found
