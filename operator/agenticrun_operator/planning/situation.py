@@ -483,7 +483,7 @@ def as_admitted(run: AgenticRun, observed: Observed) -> AgenticRun:
     """Return the run with no more pods than its queue has admitted.
 
     A run that asks for more pods than its Workload does is returned as it is: it goes through the
-    queue again. While nothing is known of the queue, no pods are added to those that exist.
+    queue again. While nothing is known of the queue, no pods are added.
     """
     if run.spec.queue is None:
         return run
