@@ -54,6 +54,8 @@ class LocalCode:
     @property
     def not_in_image(self) -> dict[str, str]:
         """Return the imports that the worker image does not offer, as far as this machine knows."""
+        # From a source tree nothing is known about the image: what is missing here is missing
+        # there.
         shipped = shipped_distributions()
         if not shipped:
             return self.missing
@@ -76,6 +78,7 @@ def find_local_code(run: AgenticRun, folder: Path, extra: Set[str] = frozenset()
         PackagingError: a module is not in the folder and not installed, lies outside of the
             folder, or is not Python.
     """
+    # A notebook may have written a module since the last look.
     importlib.invalidate_caches()
     code = LocalCode(folder.resolve())
     tracker = run.spec.tracking.model_dump(by_alias=True, include={"custom", "custom_config"})
@@ -88,6 +91,7 @@ def find_local_code(run: AgenticRun, folder: Path, extra: Set[str] = frozenset()
             if _add_module(code, module, place, extra, required=key in PLUG_IN_KEYS):
                 code.references.setdefault(value, place)
                 code.fields.append(place)
+        # The command of an agent that is a program: python -m MODULE.
         elif key == "-m":
             if _add_module(code, value, place, extra, required=False):
                 code.fields.append(place)
@@ -135,6 +139,7 @@ def _add_module(code: LocalCode, module: str, place: str, extra: Set[str], requi
 
 def _in_folder(top: str, folder: Path) -> list[Path] | None:
     """Return the files of a top-level module or package in the folder, None if it has none."""
+    # A file of the folder never hides one of these.
     if top in sys.builtin_module_names:
         return None
     spec = PathFinder.find_spec(top, [str(folder)])
@@ -142,6 +147,7 @@ def _in_folder(top: str, folder: Path) -> list[Path] | None:
         return None
     if spec.origin is not None and not spec.submodule_search_locations:
         return [Path(spec.origin)]
+    # A package is taken whole: it may read data files, and import by name.
     files = _files_below(folder / top)
     if spec.origin is None:  # a folder without __init__.py: an installed package comes first
         has_python = any(file.suffix == ".py" for file in files)
@@ -173,6 +179,7 @@ def _imports(file: Path, name: str) -> Iterator[tuple[str, int]]:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise PackagingError(f"{name}:{line}: not Python: {error}") from error
+    # Imports inside of functions, too: they fail only when the function runs.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -193,6 +200,7 @@ def _look_elsewhere(code: LocalCode, top: str, place: str, extra: Set[str]) -> N
         or top.startswith("agenticrun_")
     ):
         return
+    # A module and its distribution may have different names.
     names = {top, *distributions().get(top, [])}
     if extra & {normalized(name) for name in names}:
         return
@@ -201,6 +209,7 @@ def _look_elsewhere(code: LocalCode, top: str, place: str, extra: Set[str]) -> N
         code.missing.setdefault(top, place)
         return
     locations = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
+    # It works here because of a path of this machine, and would be missing in the pods.
     if locations and not any(_is_installed(Path(location)) for location in locations):
         raise PackagingError(
             f"{place} needs {top}, which is {locations[0]}, outside of {code.folder}: move it "
@@ -211,6 +220,7 @@ def _look_elsewhere(code: LocalCode, top: str, place: str, extra: Set[str]) -> N
 
 def _elsewhere(top: str, folder: Path) -> ModuleSpec | None:
     """Return the spec of a module that this Python finds in other folders."""
+    # Python itself looks into the folder of the run, too, and would find the module there.
     others = [path for path in sys.path if Path(path).resolve() != folder]
     kept, sys.path[:] = sys.path[:], others
     try:
@@ -246,6 +256,7 @@ def _add_data(code: LocalCode, value: str, place: str, is_path: bool) -> None:
     except (OSError, ValueError):
         return
     for match in sorted(matches):
+        # `..` in a value may lead out of the folder.
         found = Path(os.path.normpath(code.folder / match))
         if found != code.folder and not found.is_relative_to(code.folder):
             raise PackagingError(
@@ -300,6 +311,7 @@ def shipped_distributions() -> frozenset[str]:
     found: set[str] = set()
     left: list[tuple[str, tuple[str, ...]]] = [("agenticrun", IMAGE_EXTRAS)]
     seen: set[tuple[str, tuple[str, ...]]] = set()
+    # Extras count: a distribution may come only with one of them.
     while left:
         name, extras = left.pop()
         if (name, extras) in seen:

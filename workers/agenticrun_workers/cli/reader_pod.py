@@ -99,6 +99,7 @@ def output_volume(run: AgenticRun, output: Path) -> OutputVolume | None:
     Raises:
         Unreadable: it is a folder of a node (hostPath), and nothing says of which one.
     """
+    # The status first: the spec may have changed since the run had pods.
     if claim := run.status.volume_claim:
         return OutputVolume(
             {"name": "output", "persistentVolumeClaim": {"claimName": claim}},
@@ -116,6 +117,7 @@ def output_volume(run: AgenticRun, output: Path) -> OutputVolume | None:
         return None
     mount = folders[above]  # of several mounts above a folder, the nearest one has it
     volume = volumes.get(mount.get("name"))
+    # These go with their pod, and the output with them.
     if volume is None or volume.keys() & _LOST:
         return None
     if "hostPath" in volume:
@@ -138,6 +140,7 @@ def reader_pod(run: AgenticRun, output: OutputVolume) -> Manifest:
     """
     driver, spec = run.spec.roles.driver, run.spec
     images = [role.image for role in run.status.roles if role.name == Role.DRIVER]
+    # What the driver had: its node is likely to have the image already.
     image = next(filter(None, [*images, driver.image, spec.image]), None)
     if image is None:
         raise SourceError(f"the status of {run.metadata.name} names no image for a pod")
@@ -160,6 +163,7 @@ def reader_pod(run: AgenticRun, output: OutputVolume) -> Manifest:
             {
                 "name": READER_CONTAINER,
                 "image": image,
+                # Any version that the node has is good enough to read files.
                 "imagePullPolicy": "Never" if spec.image_pull_policy == "Never" else "IfNotPresent",
                 "command": ["sleep", str(LIFE_SECONDS)],
                 "resources": _RESOURCES,
@@ -186,10 +190,12 @@ def reader_pod(run: AgenticRun, output: OutputVolume) -> Manifest:
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
+            # Two people may read one run at the same time.
             "name": f"{run.metadata.name}-reader-{uuid4().hex[:6]}",
             "namespace": run.metadata.namespace,
             "labels": spec.labels | {LABEL_READER: run.metadata.name},
             "annotations": dict(spec.annotations),
+            # With the run as owner it is deleted with it, should this program be killed.
             "ownerReferences": [owner],
         },
         "spec": merged(pod, theirs),
@@ -265,6 +271,7 @@ def _wait(kubectl: Kubectl, name: str, output: OutputVolume) -> None:
     while True:
         pod = kubectl.json("pod", name)
         (state,) = _states(pod) or ({},)
+        # Not its readiness: commands can be run in it as soon as it runs.
         if "running" in state:
             return
         late = time.monotonic() > end
@@ -273,6 +280,7 @@ def _wait(kubectl: Kubectl, name: str, output: OutputVolume) -> None:
             time.sleep(POLL_SECONDS)
             continue
         events = _events(kubectl, name)
+        # A large image takes minutes, which is no failure.
         if late and not pulls and events and events[-1].get("reason") == "Pulling":
             typer.echo("its node pulls the image first, which may take minutes", err=True)
             end, pulls = time.monotonic() + PULL_SECONDS, True
@@ -333,6 +341,7 @@ def _delete(kubectl: Kubectl, name: str) -> None:
 @contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
     """Ignore Ctrl-C, here and in programs that are started."""
+    # Python sets handlers of signals only in the main thread.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

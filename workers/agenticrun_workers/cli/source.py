@@ -209,7 +209,9 @@ class RunSource(Protocol):
 def open_run(run: str, namespace: str | None, context: str | None) -> RunSource:
     """Return the source of a run; give up with a message if `run` can be neither."""
     path = Path(run)
+    # Either option says that the run is on a cluster.
     if namespace is None and context is None and path.is_dir():
+        # Times in names sort as text; the folder itself, if it is a run, is the last.
         found = sorted(
             (folder for folder in (path, *path.glob("*/")) if RunFolder(folder).is_run),
             key=lambda folder: (folder == path, folder.name),
@@ -264,6 +266,7 @@ class FolderSource(RunSource):
         if attempts:  # those of older versions have no start of the process
             began = _seconds_of(attempts[-1].get("started") or attempts[-1]["time"])
         ended = _seconds_of(progress.time) if progress else None
+        # A dead process may have left no end: its last report is the best that is known.
         until = time.time() if alive else ended
         checkpoint = folder.checkpoint()
         return Reading(
@@ -301,6 +304,7 @@ class FolderSource(RunSource):
                 f"{path} has no log of the role {role}: it has printed nothing, or its actors are "
                 "threads of the driver (--in-process), which logs for them"
             )
+        # Of several files the newest lines, not the newest of each.
         if role == Role.DRIVER and not follow:  # one log in several files
             words = [str(lines), *(file.name for _, file in files)]
             _stream([(None, ["sh", "-c", LOG_END, "sh", str(path), *words])])
@@ -333,6 +337,7 @@ class FolderSource(RunSource):
                 f"{path} has no run.yaml: `agenticrun run -f FILE -o {path}` continues it"
             )
         progress = self.folder.progress()
+        # A second run would end at once, with the same message.
         if progress and progress.final and progress.final.outcome is Outcome.SUCCEEDED:
             raise SourceError(
                 f"{path}: {progress.final.message}. For more steps: "
@@ -342,6 +347,7 @@ class FolderSource(RunSource):
             run = parse_run(read_run(file), local=True)
         except InvalidRun as error:
             raise SourceError(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
+        # The run's modules may be elsewhere than its output.
         code = Path(attempts[-1].get("code", path)) if attempts else path
         train(run, path, code, file)
 

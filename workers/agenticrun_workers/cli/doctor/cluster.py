@@ -394,6 +394,7 @@ def deployments_run(deployments: Objects, fits: Callable[[str], bool], wanted: s
 
 
 def _usable_nodes(kubectl: Kubectl) -> list[Node]:
+    # Pods that have ended take no room on their node.
     active = "--field-selector=status.phase!=Succeeded,status.phase!=Failed"
     pods: Objects = kubectl.json("pods", "-A", active)["items"]
     return usable_nodes(kubectl.json("nodes")["items"], pods)
@@ -417,6 +418,7 @@ def gpus_left(nodes: list[Node]) -> Finding:
     """Return how many GPUs the usable nodes have, and how many are free."""
     if not nodes:
         return failed("no node is ready and takes pods", "kubectl get nodes; kubectl describe node")
+    # A node without the device plugin does not list the resource at all.
     with_gpus = [node for node in nodes if node.total.get(GPU)]
     if not with_gpus:
         return warning(
@@ -453,6 +455,7 @@ def quotas_left(quotas: Objects) -> Finding:
             if not limits_pods(name):
                 continue
             used = (status.get("used") or {}).get(name, "0")
+            # Compared as amounts: 1000m and 1 are equal.
             if quantity(used) >= quantity(hard):
                 full.append(f"{quota['metadata']['name']}: {name} {used} of {hard}")
             elif name.endswith(GPU) or name in ("pods", "requests.cpu", "requests.memory"):

@@ -37,6 +37,7 @@ class Node:
         return (
             all(self.labels.get(name) == v for name, v in (pod.get("nodeSelector") or {}).items())
             and all(
+                # The scheduler may still choose such a node.
                 taint.get("effect") == "PreferNoSchedule"
                 or any(_tolerates(item, taint) for item in pod.get("tolerations") or [])
                 for taint in self.taints
@@ -77,6 +78,7 @@ def _matches(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
 def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
     if toleration.get("effect") not in (None, "", taint.get("effect")):
         return False
+    # Without a key it tolerates every taint.
     if toleration.get("operator") == "Exists":
         return toleration.get("key") in (None, "", taint["key"])
     return toleration.get("key") == taint["key"] and (

@@ -117,6 +117,7 @@ def _named(
 
     One without a name has the name "": the apiserver will refuse the pods.
     """
+    # Pods start without an optional object.
     if not found or (isinstance(found, dict) and found.get("optional")):
         return
     given = found if isinstance(found, dict) else {}
@@ -134,6 +135,7 @@ def objects_exist(run: AgenticRun, kubectl: Kubectl) -> dict[str, Finding]:
     found: dict[str, Finding] = {}
     for reference in references(run):
         name = f"{reference.kind} {reference.name or reference.field}"
+        # Two fields may name one object; a failure of either counts.
         before = found.get(name)
         if before is None or before.verdict is not Verdict.FAILED:
             found[name] = _exists(reference, kubectl)
@@ -143,14 +145,17 @@ def objects_exist(run: AgenticRun, kubectl: Kubectl) -> dict[str, Finding]:
 def _exists(reference: Reference, kubectl: Kubectl) -> Finding:
     if not reference.name:
         return failed(f"{reference.field} names no {reference.kind}", f"set {reference.field}")
+    # Only the names of keys, never their values.
     output = _KEYS if reference.kind in ("secret", "configmap") else "name"
     example = reference.keys[0] if reference.keys else "KEY"
     advice = _CREATE[reference.kind].format(name=reference.name, key=example)
     try:
         keys = kubectl.run("get", reference.kind, reference.name, "-o", output).decode().split()
     except SourceError as error:
+        # Only this answer is about the object: others are about rights or the connection.
         if "NotFound" in str(error) or "not found" in str(error):
             missing = f"it does not exist; {reference.field} names it"
+            # A missing pull secret is ignored by nodes, and the image may be public.
             if reference.pulls_images:
                 return warning(
                     f"{missing}: nodes pull images without it",
@@ -187,6 +192,7 @@ def images_are_known(run: AgenticRun, nodes: Objects, operators: Objects) -> Fin
     new = {
         image: field
         for image, field in named.items()
+        # Nodes list images of Docker Hub with the registry that their name leaves out.
         if present.isdisjoint((image, f"docker.io/{image}", f"docker.io/library/{image}"))
     }
     if new:
