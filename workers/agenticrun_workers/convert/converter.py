@@ -73,6 +73,7 @@ def compose(file: Path, config_dir: Path | None = None) -> Composition:
             composed = hydra_compose(file.stem, overrides)
             text = OmegaConf.to_yaml(composed, resolve=False)
             variables = _VARIABLE.findall(text)
+            # Before the variables are set to their names below.
             unset = frozenset(_SHELL_VARIABLE.findall(text)) - os.environ.keys()
             with _set_to_their_names(unset):
                 config = OmegaConf.to_container(composed, resolve=True)
@@ -89,6 +90,7 @@ def compose(file: Path, config_dir: Path | None = None) -> Composition:
             f"{file}: holds no settings. Where ROLL's repository has a symbolic link, name the "
             "file that it points to"
         )
+    # Hydra's own settings are about its output folders.
     settings = {str(key): value for key, value in config.items() if key != "hydra"}
     names = frozenset(variable.split(".")[0] for variable in variables)
     return Composition(settings, names, unset)
@@ -103,6 +105,7 @@ def _target(file: Path) -> Path:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return file
+    # A file of settings has several lines, or a colon.
     if "\n" in text or not text.endswith((".yaml", ".yml")) or ":" in text:
         return file
     target = file.parent / text
@@ -123,6 +126,7 @@ def _set_to_their_names(names: Iterable[str]) -> Iterator[None]:
     try:
         yield
     finally:
+        # They were not set before, so they are removed and not restored.
         for name in names:
             os.environ.pop(name, None)
 
@@ -167,6 +171,7 @@ def convert(composition: Composition, name: str) -> Conversion:
             "be converted (not RLVR, SFT, DPO or distillation)"
         )
     notes = Notes()
+    # First, so that everything below knows one name of each field.
     config = _with_todays_names(composition.config, notes)
     top = View(config, AGENTIC)
     train, env_pods = train_groups(top, notes)
@@ -186,6 +191,7 @@ def convert(composition: Composition, name: str) -> Conversion:
         "metadata": {"name": run_name},
         "spec": _without_none(spec),
     }
+    # After the document: only the report depends on it.
     _judge(top, notes)
     for variable in sorted(composition.unset):
         if f"<{variable}>" in str(document):
@@ -196,6 +202,7 @@ def convert(composition: Composition, name: str) -> Conversion:
             )
     _refused(document, notes)
     lines = report_lines(config, AGENTIC, composition.variables)
+    # Fields of a section that is dropped as a whole need no lines of their own.
     left_out = tuple(f"{line.field}." for line in notes.lines if line.fate is Fate.DROPPED)
     rest = [line for line in lines if not line.field.startswith(left_out)]
     return Conversion(document, _one_fate_each(rest + notes.lines))
@@ -203,6 +210,7 @@ def convert(composition: Composition, name: str) -> Conversion:
 
 def _one_fate_each(lines: list[Line]) -> list[Line]:
     """Keep, for each field, the lines of its most important outcome."""
+    # Several lines may be about one field: a decision must not be hidden by a mere note.
     order = list(Fate)
     first = {
         name: min((line.fate for line in lines if line.field == name), key=order.index)
@@ -217,6 +225,7 @@ def _refused(document: Spec, notes: Notes) -> None:
         parse_run(document)
     except InvalidRun as error:
         for line in error.errors:
+            # A line of the report explains such an error better.
             if not line.startswith(tuple(notes.covered)):
                 notes.undecided("(result)", "", f"refused: {line}")
 
@@ -261,6 +270,7 @@ def _renamed(
             notes.adapted(
                 f"{path}.{old}", section[old], f"read as {new}: today's ROLL ignores this name"
             )
+            # Today's name wins if the file sets both, because ROLL reads only that.
             renamed.setdefault(new, section[old])
     return renamed
 

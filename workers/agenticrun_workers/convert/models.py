@@ -58,6 +58,7 @@ def model(top: View, notes: Notes) -> Spec:
             "a model of several modalities, which is not offered yet: write a text model into "
             "spec.model.path, such as Qwen/Qwen3-4B",
         )
+    # Megatron has kernels of its own, which the setting does not reach.
     given = top.section("actor_train").section("model_args")["attn_implementation"]
     return {
         "path": path,
@@ -90,6 +91,7 @@ def critic(top: View) -> Spec | None:
         top["reward_pretrain"] or top.section("critic").section("model_args")["model_name_or_path"]
     )
     return {
+        # A critic from the policy's own weights is the default.
         "path": None if path == top["pretrain"] else path,
         "training": _training(top, "critic", _mini_batch(top, Notes())),
         "valueClip": top["value_clip"],
@@ -98,6 +100,7 @@ def critic(top: View) -> Spec | None:
 
 def _training(top: View, role: str, mini_batch: int | None) -> Spec:
     worker, given = top.section(role), top.section(role).section("training_args")
+    # ROLL counts optimizer steps here, of which a step may have several.
     steps = (
         top["max_steps"] * (batch_size(top) // mini_batch if mini_batch else 1) * top["ppo_epochs"]
     )
@@ -121,6 +124,7 @@ def batch_size(top: View) -> int:
     """Return the number of trajectories of a step."""
     envs = top.section("train_env_manager")
     given = int(top["rollout_batch_size"])
+    # A size of 0 or less means all environments once.
     return given if given > 0 else int(envs["num_env_groups"] * envs["group_size"])
 
 
@@ -132,6 +136,7 @@ def _mini_batch(top: View, notes: Notes) -> int | None:
     given = top.section("actor_train").section("training_args")
     per_rank = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"]
     wanted, batch = per_rank * _data_parallel(top), batch_size(top)
+    # ROLL's batch counts turns there, whose number is not known in advance.
     if is_step_wise(top):
         notes.changed(
             "actor_train.training_args",
@@ -142,6 +147,7 @@ def _mini_batch(top: View, notes: Notes) -> int | None:
     if wanted >= batch:
         return None
     group = top.section("train_env_manager")["group_size"]
+    # Only divisors, so that all optimizer steps of a batch have the same size.
     fitting = [size for size in range(group, batch + 1, group) if batch % size == 0]
     nearest = min(fitting or [batch], key=lambda size: (abs(size - wanted), size))
     if nearest != wanted:
@@ -158,6 +164,7 @@ def _data_parallel(top: View) -> int:
     worker = top.section("actor_train")
     ranks = int(len(devices(top, "actor_train")) or worker["world_size"] or 1)
     backend = worker.section("strategy_args").section("strategy_config")
+    # Other backends of ROLL only split sequences.
     if trainer(top) != "megatron":
         return max(1, ranks // int(worker.section("model_args")["ulysses_size"]))
     model_parallel = int(worker.section("model_args")["ulysses_size"])

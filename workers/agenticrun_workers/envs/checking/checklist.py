@@ -109,6 +109,7 @@ async def same_seed(subject: Subject) -> Finding:
 
 async def reused(subject: Subject) -> Finding:
     async with subject.opened() as env:
+        # Such an environment is closed after each episode, and remembers nothing.
         if not getattr(env, "reusable", True):
             return not_checked("reusable = False: each episode gets a new one")
         again = [await episode(subject, env, seed) for seed in subject.seeds]
@@ -130,6 +131,7 @@ async def interleaved(subject: Subject) -> Finding:
             for seed in subject.seeds
         }
         while running:
+            # One turn of each: shared state shows only while others are in the middle of theirs.
             for seed, episode_of in list(running.items()):
                 try:
                     seen[seed].append(await anext(episode_of))
@@ -158,6 +160,7 @@ async def threads(subject: Subject) -> Finding:
         return asyncio.run(played(seed))
 
     env = subject.make()
+    # The run itself never uses a thread for it.
     if not getattr(env, "blocking", True):
         return not_checked("not played in threads: blocking = False, so no thread ever calls it")
     if inspect.iscoroutinefunction(env.step):
@@ -210,6 +213,7 @@ async def splits(subject: Subject) -> Finding:
     """
     both = [await episodes(subject, split) for split in (Stream.TRAIN, Stream.VALIDATION)]
     warmup = await episodes(subject, Stream.WARMUP)
+    # With one episode only, both splits have to have it.
     if len({str(each) for each in both[0]}) < 2:
         return not_checked("one episode only")
     train, validation = [
@@ -246,6 +250,7 @@ async def odd_answers(subject: Subject) -> Finding:
                 )
         noticed |= result.metrics.get("action_is_valid", 1.0) == 0
     if not noticed:
+        # No failure: an environment may have a meaning for any text.
         return warning(
             "no odd answer has the metric action_is_valid: 0",
             "report it, so that formatPenalty and the metrics know invalid answers",
@@ -281,6 +286,7 @@ async def after_the_end(subject: Subject) -> Finding:
         try:
             await subject.calls.step(env, "after the end")
         except EnvFault as fault:
+            # Raising is fine: the run never steps after the end, but a hang would hold a thread.
             if fault.reason is StopReason.TIMEOUT:
                 return failed(f"a step after the end: {fault}", "return or raise: nothing may hang")
         if getattr(env, "may_ignore_seeds", False):
@@ -299,6 +305,7 @@ async def vocabulary(subject: Subject) -> Finding:
         return not_checked(
             "no vocabulary: models of spec.model.initialize need one, models from the hub do not"
         )
+    # The longest first, as in the tokenizer: `a` must not hide `ab`.
     pieces = sorted(set(env.vocabulary()), key=len, reverse=True)
     known = re.compile(
         f"(?:(?>{'|'.join(map(re.escape, pieces))}))*"
@@ -310,6 +317,7 @@ async def vocabulary(subject: Subject) -> Finding:
                 at = read.end() if read else 0
                 if at < len(text):
                     found = f"vocabulary() does not cover {text[at : at + 10]!r} of {text[:40]!r}"
+                    # Texts of the data set are not the environment's own words.
                     if subject.items:
                         return warning(
                             found, "name the words of the data set in spec.model.initialize.words"
