@@ -113,6 +113,17 @@ def test_every_example_is_accepted_as_it_is(api: Cluster, example: Path) -> None
         dry_run(api, document)
 
 
+def test_the_autoscaler_of_the_examples_finds_what_it_scales(api: Cluster) -> None:
+    autoscaler = yaml.safe_load((ROOT / "examples/autoscaling/hpa.yaml").read_text())
+    spec = dry_run(api, autoscaler)["spec"]
+    run = yaml.safe_load((ROOT / "examples/frozen-lake.yaml").read_text())
+    names = {"apiVersion": run["apiVersion"], "kind": run["kind"], "name": run["metadata"]["name"]}
+    assert spec["scaleTargetRef"] == names
+    served = json.loads(api.kubectl("get", "--raw", f"/apis/{run['apiVersion']}"))["resources"]
+    kinds = {item["name"]: item["kind"] for item in served}
+    assert kinds["agenticruns/scale"] == "Scale"
+
+
 @pytest.mark.parametrize("example", ["opposites", "own-algorithm"])
 def test_an_example_with_code_of_its_own_is_applied_in_one_command(
     api: Cluster, example: str

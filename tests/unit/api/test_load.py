@@ -20,7 +20,7 @@ from runs import MINIMAL, REMOVE, Change, run_with
 EXAMPLES = [
     file
     for file in sorted((Path(__file__).parents[3] / "examples").rglob("*.yaml"))
-    if file.name != "kustomization.yaml"
+    if "kind: AgenticRun\n" in file.read_text()
 ]
 P = "spec.pipeline"
 LONG = "a" * 46
