@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 from prometheus_client import (
@@ -19,6 +21,8 @@ from agenticrun_api.version import __version__
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 """Buckets of durations."""
+
+MEMORY_MAX = Path("/sys/fs/cgroup/memory.max")
 
 INFO = Gauge("agenticrun_operator_info", "1, with the operator's version.", ["version"])
 INFO.labels(version=__version__).set(1)
@@ -45,6 +49,36 @@ API_SECONDS = Histogram(
     "Duration of a request to the kube-apiserver, without watches.",
     ["method"],
     buckets=SECONDS,
+)
+SLOTS = Gauge(
+    "agenticrun_operator_slots", "Runs whose objects may be read at the same time (workers)."
+)
+SLOTS_USED = Gauge(
+    "agenticrun_operator_used_slots", "Runs whose objects are read, or wait for a slot."
+)
+FOLLOWED_RUNS = Gauge(
+    "agenticrun_operator_followed_runs", "Runs that the operator knows, including ended runs."
+)
+MEMORY_LIMIT = Gauge(
+    "agenticrun_operator_memory_limit_bytes",
+    "Memory limit of the operator's container; +Inf if it has none.",
+)
+HEAD_REQUESTS = Counter(
+    "agenticrun_operator_head_requests_total",
+    "Requests to head pods, by port: 8265 is Ray's job API, 8787 the reporter. The status of one "
+    "without an answer is none.",
+    ["port", "status"],
+)
+HEAD_SECONDS = Histogram(
+    "agenticrun_operator_head_request_seconds",
+    "Duration of a request to a head pod.",
+    ["port"],
+    buckets=SECONDS,
+)
+WRITE_FAILURES = Counter(
+    "agenticrun_operator_write_failures_total",
+    "Creations, changes and deletions of a run's objects that the apiserver refused, by error.",
+    ["error"],
 )
 STATUS_WRITES = Counter("agenticrun_operator_status_writes_total", "Writes of a run's status.")
 SUBMISSIONS = Counter("agenticrun_operator_submissions_total", "Drivers submitted to Ray.")
@@ -83,6 +117,15 @@ WATCH_CONTACT = Gauge(
 LAST_EVENT = Gauge(
     "agenticrun_operator_last_event_timestamp_seconds", "Time of the newest watch event."
 )
+
+
+def memory_limit(file: Path = MEMORY_MAX) -> float:
+    """Return the memory limit of this container in bytes; infinite if there is none."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return math.inf
+    return float(text) if text.isdigit() else math.inf
 
 
 async def metrics_page(runs: Callable[[], CollectorRegistry]) -> web.Response:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -26,13 +27,13 @@ from agenticrun_operator import errors, planning, resources
 from agenticrun_operator.applying import Applier
 from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.logs import note_attempt
-from agenticrun_operator.metrics import CONFLICTS, UNREADABLE_RUNS
+from agenticrun_operator.metrics import CONFLICTS, SLOTS_USED, UNREADABLE_RUNS
 from agenticrun_operator.observed import DeletionTrouble, JobTrouble, Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import times
 from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.resources import Manifest, OperatorKey, WorkerImages
-from agenticrun_operator.run_metrics import EndedRun, RunState
+from agenticrun_operator.run_metrics import EndedRun, RunState, Totals
 from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item, Key
@@ -79,6 +80,8 @@ class RunCache:
     looked_at: datetime
     children_read_at: datetime
     """Time at which the children beside the RayCluster were read."""
+    totals: Totals
+    """Its time, GPUs and steps so far, for metrics only."""
     wrote_at: datetime | None = None
     job_trouble: JobTrouble | None = None
     tokens_sent_at: datetime | None = None
@@ -189,7 +192,7 @@ class Reconciler:
         A run that cannot be read and has not ended is only counted: its status is old.
         """
         return [
-            *(RunState(key, item.run.status, item.progress) for key, item in self._cache.items()),
+            *(_state(key, item) for key, item in self._cache.items()),
             *(item.metrics for item in self._ended.values()),
             *(state for state in self._unreadable.values() if state.ended),
         ]
@@ -259,10 +262,10 @@ class Reconciler:
             fresh: True to read everything from the apiserver at once.
         """
         while True:
-            async with self._slots:
-                # Only reading takes a slot: heads and webhooks that are slow must not block other
-                # runs.
-                cached, fresh = await self._look(key, again, fresh)
+            # Only reading takes a slot: heads and webhooks that are slow must not block other runs.
+            with SLOTS_USED.track_inprogress():
+                async with self._slots:
+                    cached, fresh = await self._look(key, again, fresh)
             if cached is None:
                 return None
             if job := cached.run.status.job:
@@ -277,7 +280,9 @@ class Reconciler:
             fresh = True
         if applied is None:
             return RETRY_SECONDS
+        before = cached.run.status
         plan, cached = applied
+        cached.totals.count(before, cached.run.status, _held_gpus(cached), self._clock())
         await self._act_on_job(key, cached, plan)  # other runs are reconciled while this waits
         return plan.requeue_after
 
@@ -341,7 +346,7 @@ class Reconciler:
             )
         now = self._clock()
         cached = replace(
-            before or RunCache(metadata, status_hash, run, objects, now, now),
+            before or RunCache(metadata, status_hash, run, objects, now, now, Totals(now)),
             metadata=metadata,
             status_hash=status_hash,
             run=run,
@@ -593,6 +598,21 @@ class Reconciler:
         if cached:
             self._observer.forget(cached.run.metadata.uid)
             self._applier.forget(cached.run)
+
+
+def _state(key: Key, cached: RunCache) -> RunState:
+    """Return what the metrics show of a run."""
+    run = cached.run
+    return RunState(key, run.status, cached.progress, cached.totals, run.spec.pipeline.save_steps)
+
+
+def _held_gpus(cached: RunCache) -> Counter[str]:
+    """Return the GPUs of the pods that have a node and have not ended, by role."""
+    roles, held = cached.run.spec.roles, Counter[str]()
+    for pod in cached.objects.pods:
+        if pod.node and not pod.ended and roles.has(pod.role) and roles.of(pod.role).gpus:
+            held[pod.role.value] += roles.of(pod.role).gpus
+    return held
 
 
 def _identity(document: Manifest) -> Manifest:

@@ -7,8 +7,9 @@ ended keeps those about its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from sys import intern
 
@@ -17,10 +18,70 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from agenticrun_api import AgenticRunStatus, ConditionType, Progress
+from agenticrun_api import Activity, AgenticRunStatus, ConditionType, Phase, Progress
 from agenticrun_api.metrics import STEP_METRICS
 
 _LAST_WORDS = frozenset({ConditionType.COMPLETE.value, ConditionType.FAILED.value})
+_USES = {
+    Phase.RUNNING: "training",
+    Phase.SUSPENDING: "stopping",
+    Phase.SUSPENDED: "stopping",
+    Phase.QUEUED: "stopping",
+    Phase.SUCCEEDED: "stopping",
+    Phase.FAILED: "stopping",
+}
+"""Use of the GPUs that pods hold, by the run's phase; `starting` in all others."""
+
+
+def use_of_gpus(status: AgenticRunStatus) -> str:
+    """Return the use of the GPUs that a run's pods hold: training, starting, idle or stopping."""
+    if status.phase is not Phase.RUNNING:
+        return _USES.get(status.phase, "starting")
+    conditions = {item.type: item.status for item in status.conditions}
+    if conditions.get(ConditionType.STALLED.value) == "True":
+        return "idle"
+    return "starting" if status.activity == Activity.STARTING.value else "training"
+
+
+@dataclass
+class Totals:
+    """The time, GPUs and steps of a run since this operator first looked at it.
+
+    They are not in the status: each would cost writes. Prometheus keeps them over a restart of the
+    operator, because `increase` ignores that a counter begins again at 0.
+    """
+
+    at: datetime
+    """Time of the newest look."""
+    gpu_seconds: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    """By role and use."""
+    phase_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By phase."""
+    lost_steps: int = 0
+
+    def count(
+        self,
+        before: AgenticRunStatus,
+        after: AgenticRunStatus,
+        gpus: Mapping[str, int],
+        now: datetime,
+    ) -> None:
+        """Count the time since the last look, in which the run had the status `before`.
+
+        Args:
+            before: the status that the last look left.
+            after: the status now.
+            gpus: GPUs of the pods that have a node, by role.
+            now: the current time.
+        """
+        seconds, self.at = max(0.0, (now - self.at).total_seconds()), now
+        self.phase_seconds[before.phase.value] += seconds
+        use = use_of_gpus(before)
+        for role, count in gpus.items():
+            self.gpu_seconds[role, use] += count * seconds
+        if before.job and after.job and before.job.attempt < after.job.attempt:
+            saved = after.checkpoint.step if after.checkpoint else 0
+            self.lost_steps += max(0, (before.step or 0) - saved)
 
 
 @dataclass(frozen=True)
@@ -33,6 +94,10 @@ class RunState:
     progress: Progress | None = None
     """The newest progress snapshot. None: none has been seen since the operator's start, or the run
     has ended or is suspended."""
+    totals: Totals | None = None
+    """None: the run cannot be read, or has ended and has no pods."""
+    save_steps: int = 0
+    """Steps between two checkpoints; 0: the run saves none, or cannot be read."""
 
     @property
     def ended(self) -> bool:
@@ -107,6 +172,19 @@ def _conditions(state: RunState) -> Samples:
 def _step_metrics(state: RunState) -> Samples:
     found = state.progress.metrics if state.progress else {}
     return [((name,), found[name]) for name in STEP_METRICS if name in found]
+
+
+def _phase_seconds(state: RunState) -> Samples:
+    found = state.totals.phase_seconds if state.totals else {}
+    return [((phase,), seconds) for phase, seconds in found.items()]
+
+
+def _unsaved_steps(state: RunState) -> Samples:
+    """Return the steps since the newest checkpoint, of a run that saves checkpoints."""
+    if state.ended or not state.save_steps:
+        return ()
+    saved = state.status.checkpoint
+    return _plain((state.status.step or 0) - (saved.step if saved else 0))
 
 
 def _until_end(read: Callable[[AgenticRunStatus], Samples]) -> Callable[[RunState], Samples]:
@@ -206,6 +284,37 @@ SERIES = (
         "GPUs that the pods of a role request together.",
         _until_end(lambda status: [((role.name,), float(role.gpus)) for role in status.roles]),
         ("role",),
+    ),
+    Series(
+        "agenticrun_run_gpu_seconds",
+        "GPUs that pods of a role have held, times seconds, by what the run used them for: "
+        "training, starting, idle (it stalls) or stopping.",
+        lambda state: state.totals.gpu_seconds.items() if state.totals else (),
+        ("role", "use"),
+        counter=True,
+    ),
+    Series(
+        "agenticrun_run_phase_seconds",
+        "Time in each phase. In Queued, it waits in its queue.",
+        _phase_seconds,
+        ("phase",),
+        counter=True,
+    ),
+    Series(
+        "agenticrun_run_lost_steps",
+        "Steps since the newest checkpoint at the end of each attempt; the next one repeats them.",
+        lambda state: _plain(state.totals.lost_steps if state.totals else None),
+        counter=True,
+    ),
+    Series(
+        "agenticrun_run_unsaved_steps",
+        "Steps since the newest checkpoint, which a crash now would lose.",
+        _unsaved_steps,
+    ),
+    Series(
+        "agenticrun_run_save_steps",
+        "Steps between two checkpoints.",
+        lambda state: _plain(None if state.ended else state.save_steps or None),
     ),
     Series(
         "agenticrun_run_reward",

@@ -123,6 +123,9 @@ class OperatorRuntime:
         settings = self._settings
         # Before the watches, which enqueue from their first list on.
         self._reconcile_workers.start()
+        metrics.SLOTS.set(settings.workers)
+        metrics.MEMORY_LIMIT.set(metrics.memory_limit())
+        metrics.FOLLOWED_RUNS.set_function(lambda: len(self._reconciler.known_keys()))
         metrics.QUEUE_LENGTH.set_function(lambda: len(self._queue))
         metrics.QUEUE_OLDEST.set_function(lambda: self._queue.oldest_seconds)
         metrics.RECONCILE_LONGEST.set_function(lambda: self._reconcile_workers.longest_seconds)

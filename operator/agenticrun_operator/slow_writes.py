@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hash
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from agenticrun_operator import errors
+from agenticrun_operator import errors, metrics
 from agenticrun_operator.workqueue import Key
 
 PATIENCE_SECONDS = 5.0
@@ -144,7 +144,12 @@ class SlowWrites:
     ) -> None:
         async with self._budget.place(namespace):
             sent.set()
-            await write()
+            try:
+                await write()
+            except errors.ClusterError as error:
+                if not isinstance(error, (errors.Conflict, errors.NotFound)):  # seen before
+                    metrics.WRITE_FAILURES.labels(error=type(error).__name__).inc()
+                raise
 
 
 def _cancel(write: _Write) -> None:

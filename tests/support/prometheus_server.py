@@ -24,7 +24,7 @@ from prometheus import fetch
 from testcluster import ROOT
 
 RULES = ROOT / "charts/agenticrun/files/rules.yaml"
-DASHBOARD = ROOT / "charts/agenticrun/files/dashboard.json"
+DASHBOARDS = tuple(sorted((ROOT / "charts/agenticrun/files/dashboards").glob("*.json")))
 
 
 def promtool(*words: str | Path) -> str:
@@ -137,13 +137,14 @@ def exposed() -> dict[str, Exposed]:
 
 
 def panels() -> dict[str, list[str]]:
-    """Return the expressions of the dashboard by panel, for run `run-00` of namespace `runs`."""
-    variables = {"$namespace": "runs", "$run": "run-00"}
+    """Return the expressions of all dashboards by panel, for run `run-00` of namespace `runs`."""
+    variables = {"$namespace": "runs", "$run": "run-00", "$job": "agenticrun-metrics"}
     found: dict[str, list[str]] = {}
-    for panel in json.loads(DASHBOARD.read_text())["panels"]:
-        for target in panel["targets"]:
-            expression = target["expr"]
-            for name, value in variables.items():
-                expression = expression.replace(name, value)
-            found.setdefault(panel["title"], []).append(expression)
+    for file in DASHBOARDS:
+        for panel in json.loads(file.read_text())["panels"]:
+            for target in panel["targets"]:
+                expression = target["expr"]
+                for name, value in variables.items():
+                    expression = expression.replace(name, value)
+                found.setdefault(f"{file.stem}: {panel['title']}", []).append(expression)
     return found

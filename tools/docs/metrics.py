@@ -12,7 +12,7 @@ INTRODUCTION = """\
 <!-- Generated from crds/agenticrun_api/metrics.py by `make generate`. -->
 
 Every metric of every step is in `metrics.jsonl` (and in each [tracker](tracking.md); TensorBoard and W&B group names by the part before the
-first `/`). The operator serves those of the [dashboard](monitoring.md#dashboard) for Prometheus (`agenticrun_run_metric{name="..."}`);
+first `/`). The operator serves those of the [dashboard](monitoring.md#dashboards) for Prometheus (`agenticrun_run_metric{name="..."}`);
 `.status.metrics` holds the 16 most important.
 
 Names follow ROLL where ROLL has the metric. A metric that a step does not measure is absent, never 0. `{mean,max,min}` stands for three

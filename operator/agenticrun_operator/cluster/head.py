@@ -23,7 +23,7 @@ from agenticrun_api.challenge import Challenge, Proof, prove
 from agenticrun_api.masking import mask_secrets
 from agenticrun_api.progress import MAX_PROGRESS_BYTES
 from agenticrun_api.version import __version__
-from agenticrun_operator import errors
+from agenticrun_operator import errors, metrics
 from agenticrun_operator.cluster.kube import Response
 from agenticrun_operator.cluster.transports import TIMEOUT_SECONDS, HeadTransport, PodAddress
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
@@ -237,9 +237,7 @@ class RunHead:
             await self._require_proof(head)
         headers = {names.TOKEN_HEADER: f"Bearer {token}"}
         try:
-            answer = await self._transport.request(
-                method, head.pod, port, path, headers=headers, **arguments
-            )
+            answer = await self._send(method, head, port, path, headers=headers, **arguments)
         except errors.HeadUnreachable:
             self._proved.pop(head.identity, None)  # the next one there may be another pod
             raise
@@ -249,6 +247,19 @@ class RunHead:
                 f"(status {answer.status})"
             )
         return answer
+
+    async def _send(
+        self, method: str, head: HeadAddress, port: int, path: str, **arguments: Any
+    ) -> Response:
+        """Send a request, and count it."""
+        began, status = time.monotonic(), "none"
+        try:
+            answer = await self._transport.request(method, head.pod, port, path, **arguments)
+            status = str(answer.status)
+            return answer
+        finally:
+            metrics.HEAD_REQUESTS.labels(port=port, status=status).inc()
+            metrics.HEAD_SECONDS.labels(port=port).observe(time.monotonic() - began)
 
     async def _require_proof(self, head: HeadAddress) -> None:
         """Challenge the head, unless its last proof still holds.
@@ -281,9 +292,9 @@ class RunHead:
 
     async def _challenge(self, head: HeadAddress) -> None:
         challenge = Challenge(nonce=secrets.token_hex(32))
-        answer = await self._transport.request(
+        answer = await self._send(
             "POST",
-            head.pod,
+            head,
             names.REPORTER_PORT,
             "/challenge",
             headers={},

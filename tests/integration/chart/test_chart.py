@@ -284,7 +284,8 @@ def test_objects_for_prometheus_and_grafana_are_made_if_wanted(cluster: Cluster)
     assert "agenticrun-metrics" not in json.dumps(made)
     board = objects["ConfigMap", NAMESPACE, f"{release}-dashboard"]
     assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert board["data"]["agenticrun.json"] == (CHART / "files/dashboard.json").read_text()
+    files = (CHART / "files/dashboards").iterdir()
+    assert board["data"] == {f"agenticrun-{file.name}": file.read_text() for file in files}
 
 
 KEY_NAME = f"{RELEASE}-operator-key"

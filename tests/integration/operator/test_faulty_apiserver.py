@@ -1,6 +1,6 @@
 """The operator's own process on a real apiserver, through a proxy that breaks in eleven ways.
 
-A real Prometheus scrapes it, with the chart's rules, and answers the queries of the dashboard.
+A real Prometheus scrapes it, with the chart's rules, and answers the queries of the dashboards.
 
 Runs train meanwhile, on simulated pods, and some of them lose their driver or their head. After
 each fault the status must be true again within ten seconds; no step is lost beyond the last
@@ -84,6 +84,7 @@ def run_document(name: str) -> dict[str, Any]:
         ("spec.pipeline.maxSteps", max_steps()),
         ("spec.pipeline.saveSteps", SAVE_STEPS),
         ("spec.checkpoint.uri", "s3://bucket/prefix"),
+        ("spec.roles.trainer", {"gpus": 1}),
         ("spec.failurePolicy", {"backoffSeconds": 1}),
         name=name,
     )

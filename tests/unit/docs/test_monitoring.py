@@ -1,20 +1,23 @@
-"""docs/monitoring.md, the chart's alerts and its dashboard name what the operator has.
+"""docs/monitoring.md, the chart's alerts and its dashboards name what the operator has.
 
 `tests/integration/monitoring` and `test_faulty_apiserver.py` try them with a real Prometheus.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
 import yaml
 
+from agenticrun_api.metrics import STEP_METRICS
 from pages import blocks
-from prometheus_server import DASHBOARD, RULES, exposed
+from prometheus_server import DASHBOARDS, RULES, exposed
 from testcluster import ROOT
 
 PAGE = (ROOT / "docs/monitoring.md").read_text()
+ADAPTER = ROOT / "examples/autoscaling/prometheus-adapter.yaml"
 METRIC = re.compile(r"\bagenticrun_(?:operator|run)_\w+")
 SUFFIXES = re.compile(r"_(bucket|count|sum)$")
 
@@ -58,10 +61,21 @@ def test_the_page_names_the_critical_alerts() -> None:
 
 
 def test_metrics_that_are_named_exist() -> None:
-    for text in (PAGE, RULES.read_text(), DASHBOARD.read_text()):
+    for text in (PAGE, *(file.read_text() for file in (RULES, ADAPTER, *DASHBOARDS))):
         named = {SUFFIXES.sub("", name) for name in METRIC.findall(text)}
         assert sorted(named - exposed().keys()) == []
         assert named
+
+
+def test_the_autoscaler_scales_by_the_metric_that_the_adapter_makes() -> None:
+    autoscaler = yaml.safe_load((ADAPTER.parent / "hpa.yaml").read_text())["spec"]
+    (metric,) = (item["external"]["metric"] for item in autoscaler["metrics"])
+    (rule,) = yaml.safe_load(ADAPTER.read_text())["rules"]["external"]
+    assert rule["name"] == {"as": metric["name"]}
+    assert set(metric["selector"]["matchLabels"]) == {"run"}
+    for query in (rule["seriesQuery"], rule["metricsQuery"]):
+        (name,) = re.findall(r'agenticrun_run_metric{name="([^"]+)"', query)
+        assert name in STEP_METRICS, "the operator serves it"
 
 
 def test_plain_prometheus_scrapes_each_operator() -> None:
@@ -81,3 +95,20 @@ def test_plain_prometheus_scrapes_each_operator() -> None:
     (port,) = re.findall(r"name: (\w+), port:", headless)
     names = [f"_{port}._tcp.agenticrun{name}.agenticrun-system.svc"]
     assert job["dns_sd_configs"] == [{"names": names}]
+
+
+def test_panels_have_numbers_places_and_titles_of_their_own() -> None:
+    uids = [json.loads(file.read_text())["uid"] for file in DASHBOARDS]
+    assert len(set(uids)) == len(uids) == 3
+    for file in DASHBOARDS:
+        found = json.loads(file.read_text())["panels"]
+        for name in ("id", "title"):
+            assert len({panel[name] for panel in found}) == len(found), f"{file.name}: {name}"
+        cells = [
+            (panel["gridPos"]["x"] + column, panel["gridPos"]["y"] + row)
+            for panel in found
+            for column in range(panel["gridPos"]["w"])
+            for row in range(panel["gridPos"]["h"])
+        ]
+        assert len(set(cells)) == len(cells), f"{file.name}: panels cover each other"
+        assert max(column for column, _ in cells) < 24

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from agenticrun_api import Outcome
 from agenticrun_api.metrics import STEP_METRICS
+from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.metrics import UNREADABLE_RUNS
 from agenticrun_operator.run_metrics import SERIES, run_registry
 from agenticrun_workers.driver.progress import headline_metrics
@@ -89,6 +92,70 @@ async def test_a_suspended_run_has_no_numbers_of_steps(world: World, operator: O
     assert found["agenticrun_run_step"] == [({}, 1)]
     of_steps = {"reward", "tokens_per_second", "staleness", "step_seconds", "metric"}
     assert not {f"agenticrun_run_{name}" for name in of_steps} & set(found)
+
+
+async def test_gpu_seconds_go_to_what_the_run_used_its_gpus_for() -> None:
+    world = World()
+    world.apply_run(("spec.roles.trainer", {"gpus": 8}))
+    operator = Operator(world)
+
+    async def wait(seconds: int) -> None:
+        world.now += timedelta(seconds=seconds)
+        await operator.reconcile()
+
+    await operator.settle()
+    await wait(100)
+    used = dict(scraped(operator)["agenticrun_run_gpu_seconds_total"][0][0])
+    assert used == {"role": "trainer", "use": "starting"}
+    world.drive(1)
+    await operator.settle(2)
+    await wait(0)
+    before, then = gpu_seconds(operator), world.now
+    await wait(10)
+    world.drive(2)
+    await wait(20)
+    trained = gpu_seconds(operator)["training"] - before.get("training", 0.0)
+    assert trained == 8 * (world.now - then).total_seconds() >= 8 * 30
+    assert gpu_seconds(operator)["starting"] == before["starting"] >= 800
+    world.change_run(("suspend", True))
+    await operator.settle()
+    await wait(0)
+    before, then = gpu_seconds(operator), world.now
+    await wait(5)
+    stopped = gpu_seconds(operator)["stopping"] - before["stopping"]
+    assert stopped == 8 * (world.now - then).total_seconds() >= 8 * 5
+    world.end_driver(Outcome.STOPPED)
+    await operator.settle()
+    world.collect_garbage()
+    await operator.settle()
+    before = gpu_seconds(operator)
+    await wait(1000)
+    assert gpu_seconds(operator) == before, "a suspended run holds no GPUs"
+    found = scraped(operator)["agenticrun_run_phase_seconds_total"]
+    assert {labels["phase"]: value for labels, value in found}["Suspended"] >= 1000
+
+
+def gpu_seconds(operator: Operator) -> dict[str, float]:
+    """Return the GPU-seconds of the trainers by use."""
+    found = scraped(operator)["agenticrun_run_gpu_seconds_total"]
+    assert {labels["role"] for labels, _ in found} == {"trainer"}
+    return {labels["use"]: value for labels, value in found}
+
+
+async def test_steps_that_no_checkpoint_holds_are_unsaved_and_then_lost(
+    world: World, operator: Operator
+) -> None:
+    saved = CheckpointStatus(step=4, uri="s3://bucket/step-4", time="2026-01-01T00:00:00Z")
+    await training(operator, 7, checkpoint=saved)
+    found = scraped(operator)
+    assert found["agenticrun_run_unsaved_steps"] == [({}, 3)]
+    assert found["agenticrun_run_save_steps"] == [({}, 50)]
+    assert found["agenticrun_run_lost_steps_total"] == [({}, 0)]
+    world.end_driver(None)
+    await operator.settle(2)
+    world.now += timedelta(seconds=30)  # the backoff
+    await operator.settle(4)
+    assert scraped(operator)["agenticrun_run_lost_steps_total"] == [({}, 3)]
 
 
 async def test_the_series_of_a_deleted_run_go(world: World, operator: Operator) -> None:
