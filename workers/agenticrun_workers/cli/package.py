@@ -91,6 +91,7 @@ def package(
     if image is not None and output is not None:
         raise typer.BadParameter("choose one of --output and --image")
     run = load(file, changes, local=False)
+    # Beside the validated run: the packaged one must stay as the user wrote it.
     document = with_overrides(read_run(file), changes or [])
     folder = file.parent.resolve()
     requirements = folder / REQUIREMENTS
@@ -99,6 +100,7 @@ def package(
     name = (run.spec.code and run.spec.code.config_map) or f"{run.metadata.name}-code"
     manifest: dict[str, Any] = {}
     try:
+        # In an image, only requirements.txt is installed.
         listed = "\n".join([packages, *(pip.requirements if pip and image is None else ())])
         code = find_local_code(run, folder, required_names(listed))
         if packages and image is None:
@@ -113,6 +115,7 @@ def package(
     except PackagingError as error:
         give_up(str(error))
     target = image or output or Path(f"{run.metadata.name}-code.yaml")
+    # Before anything is written or checked, which may take a minute.
     if not is_ours(target):
         typer.echo(f"{target} is not from agenticrun package: choose another name", err=True)
         raise typer.Exit(2)
@@ -123,6 +126,7 @@ def package(
         typer.echo(f"  {size(len(content)):>10}  {path} ({code.files[path]})")
     for warning in warnings(code):
         typer.echo(f"warning: {warning}")
+    # Before the target is written, so that a package that cannot work never exists.
     for line in check_copy(run, document, code, contents, seeds, timeout):
         typer.echo(line)
     if image is None:
@@ -158,6 +162,7 @@ def required_names(requirements: str) -> frozenset[str]:
         PackagingError: a line refers to another file, which would not be in the image.
     """
     names = set()
+    # A line may continue on the next one.
     logical = requirements.replace("\\\n", " ").splitlines()
     for line in filter(None, (re.sub(r"(^|\s)#.*", "", line).strip() for line in logical)):
         if re.match(r"(-r|-c|-e|--requirement|--constraint|--editable)\b|\.{0,2}/|file:", line):
@@ -165,6 +170,7 @@ def required_names(requirements: str) -> frozenset[str]:
                 f"{REQUIREMENTS}: {line!r} refers to another file, which is not packaged: "
                 "write the packages and versions here"
             )
+        # Options of the index say nothing about packages.
         if not line.startswith("-"):
             names.add(normalized(re.split(r"[^\w.-]", line)[0]))
     return frozenset(names)
@@ -177,6 +183,7 @@ def config_map(name: str, namespace: str | None, contents: Contents) -> dict[str
         PackagingError: it would be too large, or a path cannot be a key.
     """
     bad = [path for path in contents if not KEY.fullmatch(path) or path.startswith("..")]
+    # The more likely cause, with advice of its own.
     nested = [path for path in bad if "/" in path]
     if nested:
         raise PackagingError(
@@ -199,6 +206,7 @@ def config_map(name: str, namespace: str | None, contents: Contents) -> dict[str
     text: dict[str, str] = {}
     binary: dict[str, str] = {}
     for path, content in contents.items():
+        # Text stays readable in the manifest, and in its history.
         plain = _plain_text(content)
         if plain is None:
             binary[path] = base64.b64encode(content).decode()
@@ -219,6 +227,7 @@ def _plain_text(content: bytes) -> str | None:
         text = content.decode()
     except UnicodeDecodeError:
         return None
+    # YAML would change other characters, or refuse them.
     return text if all(char.isprintable() or char in "\n\r\t" for char in text) else None
 
 
@@ -247,6 +256,7 @@ def manifest_text(manifest: Mapping[str, Any]) -> str:
 def is_ours(target: Path) -> bool:
     """Return True if nothing is lost by writing there: it is new, empty, or from this command."""
     if target.is_dir():
+        # The folder is ours if its Dockerfile is.
         target = target / "Dockerfile" if any(target.iterdir()) else target / "nothing"
         if not target.exists():
             return target.name == "nothing"
@@ -290,6 +300,7 @@ def dockerfile(base: str, *, packages: bool) -> str:
 
 def write_context(target: Path, contents: Contents, packages: str, base: str) -> None:
     """Write the context of an image, in place of an earlier one."""
+    # A module that was removed since must not stay in the image.
     shutil.rmtree(target / "code", ignore_errors=True)
     write_files(target / "code", contents)
     (target / REQUIREMENTS).unlink(missing_ok=True)

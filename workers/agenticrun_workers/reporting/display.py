@@ -66,6 +66,7 @@ class PlainDisplay(ProgressSink):
 
     @override
     def update(self, progress: Progress) -> None:
+        # In a step there are many snapshots: only its end is worth a line.
         if progress.activity not in (Activity.ROLLOUT, Activity.TRAINING, Activity.VALIDATION):
             self._tell_phase(progress)
         elif progress.message not in ("", self._message):
@@ -74,6 +75,7 @@ class PlainDisplay(ProgressSink):
         if validated(self._activity, progress):
             self._print(validation_line(progress.step, progress.metrics))
         self._activity = progress.activity
+        # A resumed run begins with a step that it has not taken itself.
         if progress.step != self._step and progress.last_step_time is not None:
             self._step = progress.step
             line = step_line(progress.step, progress.max_steps, progress.metrics)
@@ -91,6 +93,7 @@ class PlainDisplay(ProgressSink):
 
     def _tell_phase(self, progress: Progress) -> None:
         goes_on = progress.activity == self._activity
+        # A start-up changes its message often, and may take minutes.
         if goes_on and (
             progress.message == self._message or self._clock() - self._reported < QUIET_SECONDS
         ):
@@ -139,6 +142,7 @@ class LiveDisplay(ProgressSink):
             measured = validation_result(progress.metrics)
             if measured is not None and validated(before.activity, progress):
                 self._validations.append(measured)
+            # Snapshots repeat the newest step until the next one.
             if progress.step > before.step and progress.reward is not None:
                 self._rewards.append(progress.reward)
         self._progress = progress
@@ -229,6 +233,7 @@ def draw(view: RunView) -> RenderableType:
         rows.add_row("validation", sparkline(view.validations))
     parts: list[RenderableType] = [Panel(rows, title=view.name, title_align="left")]
     if view.sample:
+        # The end shows how the episode went; the beginning is the prompt.
         shown = "\n".join(view.sample.splitlines()[-SAMPLE_LINES:])
         parts.append(Panel(Text(shown), title="newest sample", title_align="left", style="dim"))
     return Group(*parts)
@@ -236,6 +241,7 @@ def draw(view: RunView) -> RenderableType:
 
 def remaining_seconds(progress: Progress) -> float | None:
     """Return the estimated time until the last step is done; None before the first step."""
+    # The first step compiles and loads: an estimate from nothing would mislead.
     if progress.seconds_per_step is None or progress.final is not None:
         return None
     return (progress.max_steps - progress.step) * progress.seconds_per_step
@@ -263,6 +269,7 @@ def time_shares(steps: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, 
                 spent[phase] = spent.get(phase, 0.0) + value
     if not total or not spent:
         return {}
+    # Clocks of phases may overlap by microseconds.
     spent["other"] = max(0.0, total - sum(spent.values()))
     order = sorted(spent.items(), key=lambda item: -item[1])
     return {name: (value / len(timed), value / total) for name, value in order}
@@ -285,6 +292,7 @@ def sparkline(values: Sequence[float]) -> str:
 
     With more values than bars, each bar is the mean of neighbours.
     """
+    # NaN has no height, and infinity would flatten all the others.
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return "-"
@@ -292,6 +300,7 @@ def sparkline(values: Sequence[float]) -> str:
     edges = [round(index * len(finite) / count) for index in range(count + 1)]
     means = [fmean(finite[a:b]) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
+    # A constant curve is a row of the lowest bars.
     span = (high - low) or 1.0
     top = len(BARS) - 1
     bars = "".join(BARS[round((value - low) / span * top)] for value in means)

@@ -87,6 +87,7 @@ class RunFolder:
     @property
     def is_run(self) -> bool:
         """True if a run has written to the folder."""
+        # Any of them: an attempt that fails early has written no metrics.
         names = ("metrics.jsonl", "attempts.jsonl", "progress.json")
         return any((self.path / name).is_file() for name in names)
 
@@ -167,6 +168,7 @@ class RunFolder:
         found = [
             (int(folder.name.removeprefix("step-")), folder)
             for folder in self.path.glob("checkpoints/step-*")
+            # The manifest is written last: a folder without it is not a checkpoint.
             if folder.name.removeprefix("step-").isdigit() and (folder / "manifest.json").exists()
         ]
         return max(found)[1] if found else None
@@ -207,6 +209,7 @@ PART = re.compile(r"^--- ((?:turn|answer|end|\d+ turns).*) ---$\n?", re.MULTILIN
 
 def _facts(line: str) -> dict[str, str]:
     """Parse `tag A, group 3, error KeyError: 'a, b'`."""
+    # First, because the error may contain commas.
     line, _, error = line.partition(", error ")
     facts = dict(fact.split(" ", 1) for fact in line.split(", ") if " " in fact)
     return {**facts, "error": error} if error else facts
@@ -216,6 +219,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     found = []
     with suppress(OSError):
         for line in path.read_text().splitlines():
+            # The last line may be half written.
             with suppress(ValueError):
                 found.append(json.loads(line))
     return found
@@ -243,6 +247,7 @@ def record_attempt(folder: Path, run: AgenticRun, attempt: int, code: Path | Non
             "versions": versions(),
             "machine": machine(),
         }
+        # Added to, so that the record of earlier attempts stays.
         with (folder / "attempts.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
     except OSError as error:  # who saves a checkpoint there says what to do
@@ -261,6 +266,7 @@ def keep_actor_logs(folder: Path) -> None:
     """Copy the logs of actors that wrote anything, because Ray's folder goes with the process."""
     with suppress(OSError):
         for file in (folder / ACTORS / NOW).glob("worker-*-*-*.*"):
+            # Most actors print nothing, and there may be hundreds.
             if _says_something(file):
                 shutil.copy(file, folder / ACTORS)
         (folder / ACTORS / NOW).unlink()

@@ -160,6 +160,7 @@ def plan_run(run: AgenticRun, shapes: Shapes, gpu: Gpu, *, tokens: int | None = 
         step_time(spec, shapes, gpu, tokens),
         checkpoint_bytes(spec, shapes),
     )
+    # The search for changes plans dozens of runs.
     if not plan.too_large():
         return plan
     changes = tuple(_changes(run, plan, shapes, gpu))
@@ -183,12 +184,15 @@ def _ranks(
 ) -> Iterator[Place]:
     """Return GPU, memory and shared memory of the pods with the ranks of a role."""
     settings, name = spec.roles.of(role), role.value
+    # Without GPUs a pod has one rank.
     here, pods = max(1, settings.gpus), spec.roles.replicas(role)
     phase, held = peak(memory)
     colocated = spec.colocated and role is Role.TRAINER
+    # Colocated engines are processes of the trainer's pods.
     processes = here + (spec.actors_per_pod(role).get(Role.INFERENCE, 0) if colocated else 0)
     if settings.gpus:
         context = [Item("CUDA context, NCCL", CONTEXT)]
+        # A sleeping engine gives its memory back, but not its CUDA context.
         if colocated:
             context.append(Item("context of the sleeping engine", CONTEXT))
         items = (*held, *context)
@@ -212,6 +216,7 @@ def _of(count: int, what: str) -> str:
 
 def _times(count: int, item: Item) -> Item:
     """Return an item of several processes of a pod."""
+    # The arithmetic is shown to the user: `1 x (...)` would say nothing.
     if count == 1 or not item.arithmetic:
         return replace(item, bytes=count * item.bytes)
     return Item(item.name, count * item.bytes, f"{count} x ({item.arithmetic})")
@@ -233,6 +238,7 @@ def _pod(
     yield Place(role, Kind.MEMORY, title, f"{field_name}.memory", items, memory, margin)
     if shared:
         title = f"{name}: the /dev/shm of a pod"
+        # Ray's object store takes its share of /dev/shm when it is used.
         ray = RAY_SHARE * shm
         yield Place(role, Kind.SHM, title, f"{field_name}.shmSize", shared, shm, ray)
 
@@ -244,6 +250,7 @@ def _engines(spec: AgenticRunSpec, shapes: Shapes, gpu: Gpu) -> Iterator[Place]:
     engine = engine_memory(spec, shape, gpu.memory)
     count = spec.actors(Role.INFERENCE)
     if settings.gpus:
+        # What the engine's own budget does not count.
         outside = engine.outside + (CONTEXT if spec.colocated else 0)
         which = "the GPU" if strategy.gpus == 1 else f"each of {strategy.gpus} GPUs"
         yield Place(
@@ -255,6 +262,7 @@ def _engines(spec: AgenticRunSpec, shapes: Shapes, gpu: Gpu) -> Iterator[Place]:
             engine.budget,
             max(0.0, engine.budget + outside - gpu.memory),
         )
+    # Their memory is counted with the trainer's pods.
     if spec.colocated:
         return
     here = spec.actors_per_pod(role)[Role.INFERENCE]
@@ -273,6 +281,7 @@ def _changes(run: AgenticRun, plan: Plan, shapes: Shapes, gpu: Gpu) -> Iterator[
     def changed(settings: tuple[str, ...]) -> AgenticRun | None:
         try:
             return parse_run(with_overrides(document, settings), local=True)
+        # A change may break another rule of the run, and is then no suggestion.
         except InvalidRun:
             return None
 

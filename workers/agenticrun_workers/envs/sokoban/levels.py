@@ -71,6 +71,7 @@ def random_room(
     """Return a solved room, or None if the floor has no space for player, boxes and a free cell."""
     floor = random_floor(rng, rows, columns, walk_steps)
     free = cells_of(floor)
+    # Without a free cell beyond these, no box can be pulled.
     if len(free) <= boxes + 1:
         return None
     player = _draw(rng, free)
@@ -80,6 +81,7 @@ def random_room(
 
 def random_floor(rng: random.Random, rows: int, columns: int, walk_steps: int) -> int:
     """Cells that a random walk turned into floor."""
+    # `random()` alone: other methods of `random` may draw differently in other versions of Python.
     uniform = rng.random
     stamps = _stamps_at(rows, columns)
     down, right = DIRECTIONS[int(4 * uniform())]
@@ -88,6 +90,7 @@ def random_floor(rng: random.Random, rows: int, columns: int, walk_steps: int) -
     for _ in range(walk_steps):
         if uniform() < TURN_PROBABILITY:
             down, right = DIRECTIONS[int(4 * uniform())]
+        # The outermost cells stay walls, so that no cell lies outside of the board.
         row = min(max(row + down, 1), rows - 2)
         column = min(max(column + right, 1), columns - 2)
         floor |= stamps[row, column][int(5 * uniform())]
@@ -100,6 +103,7 @@ def is_holdout(room: Room, share: float) -> bool:
     Where player and boxes start does not matter.
     """
     size = (room.rows * room.width + 7) // 8
+    # By content and not by seed, so that equal rooms of two seeds fall on the same side.
     cells = room.floor.to_bytes(size, "big") + room.targets.to_bytes(size, "big")
     return in_holdout(b"sokoban:%d:%d:" % (room.rows, room.columns) + cells, share)
 
@@ -123,6 +127,7 @@ def _draw(rng: random.Random, cells: list[int]) -> int:
 def _stamps_at(rows: int, columns: int) -> dict[tuple[int, int], list[int]]:
     """Floor that each stamp makes around each inner cell, without the outermost cells."""
     width = columns + 1
+    # For each cell once: a walk places hundreds of stamps.
     return {
         (row, column): [
             sum(
@@ -165,6 +170,7 @@ def pull_apart(room: Room, depth: int) -> Room | None:
     level, is_whole = search(room, depth, SMALL)
     if is_whole:
         return level
+    # The compiled search keeps a set of cells in 64 bits.
     if room.floor.bit_count() > MAX_COMPILED_FLOOR:
         return search(room, depth, MAX_STATES)[0]
     with _compiled_search:
@@ -214,12 +220,14 @@ def search(room: Room, depth: int, max_states: int) -> tuple[Room | None, bool]:
             return best, False
         seen.add(state)
         player, boxes, pulled = state
+        # A box on its target is solved already, and the player must not hide one.
         if pulls * displacement > best_score and not (boxes | 1 << player) & targets:
             best, best_score = replace(room, boxes=boxes, player=player), pulls * displacement
         if not left:
             continue
         free = floor & ~boxes
         first, later = [], []
+        # In this order, on which the levels of all seeds depend.
         for direction in directions:
             to = player + direction
             if not free >> to & 1:
@@ -231,6 +239,7 @@ def search(room: Room, depth: int, max_states: int) -> tuple[Room | None, bool]:
                     first.append((walked, places, pulls, displacement, left - 1))
                 continue
             if walked not in seen:
+                # Walking away from a box that could be pulled is tried last.
                 later.append((walked, places, pulls, displacement, left - 1))
             change = 1 << behind | 1 << player
             dragged = (to, boxes ^ change, pulled & ~(1 << behind) | 1 << player)
@@ -242,6 +251,7 @@ def search(room: Room, depth: int, max_states: int) -> tuple[Room | None, bool]:
                     displacement + _distance(home, player, width) - _distance(home, behind, width)
                 )
                 first.append((dragged, moved, pulls + 1, farther, left - 1))
+        # On a stack: what is added last is tried first.
         open_states += later
         open_states += first
     return best, True
