@@ -74,6 +74,7 @@ class PrintedEnv:
         self._env = env
         self._view = view
         self.reset = self._printing_call(env.reset, lambda answer, *_: view.began(answer))
+        # Services answer with more than a step.
         tell = view.served if getattr(env, "is_service", False) else view.stepped
         self.step = self._printing_call(env.step, lambda answer, action: tell(action, answer))
 
@@ -90,6 +91,8 @@ class PrintedEnv:
                 if inspect.isawaitable(answer):
                     answer = await answer
             except Exception as error:
+                # Printed here, with the call: the worker turns errors of environments into a stop
+                # reason.
                 self._view.failed(error)
                 raise
             tell(answer, *places)
@@ -119,6 +122,7 @@ async def play(debug: DebugRequest) -> None:
             raise CannotPlay(f"{type(env).__name__} has no render(): leave out --render")
         film = FrameRecorder(env)
     printed_env = cast(Env, PrintedEnv(film or env, view))
+    # A breakpoint stops for as long as the user wants.
     limits = replace(agent_limits(pipeline, spec, Stream.TRAIN), step_timeout=None)
     agent = make_agent(spec.agent.type, spec.agent.config, tokenizer=tokenizer, limits=limits)
     episode = _episode(debug)
@@ -130,6 +134,7 @@ async def play(debug: DebugRequest) -> None:
         async with _policy(debug, env, chat) as generate:
             made = await agent.collect_trajectory(episode, printed_env, _printing(generate, view))
     finally:
+        # With a limit: a broken `close` must not hide what was printed.
         await EnvCalls(CLOSE_SECONDS).close(env)
     view.ended([made] if isinstance(made, Trajectory) else list(made))
     if film and debug.render:
@@ -143,6 +148,7 @@ def _episode(debug: DebugRequest) -> Episode:
     cycle = tag_cycle(pipeline.train_envs.shares())
     group = cycle.index(debug.tag) if debug.tag in cycle else 0
     if debug.seed is not None:
+        # The seed selects the item of the data set, too.
         group += debug.seed * len(cycle)
     key = EpisodeKey(Stream.TRAIN, group, 0)
     item = EpisodeItems(pipeline).of(debug.tag, Stream.TRAIN, group)
@@ -211,6 +217,7 @@ def _human(env: Any, chat: ChatFormat, console: Console) -> Generate:
                 )
             try:
                 tokens_T = chat.answer(console.input("answer> "))
+            # Ctrl-D: the episode ends as after an aborted request.
             except EOFError:
                 return _generation(np.zeros(0, np.int32), FinishReason.ABORT)
             except Exception as error:  # tokenizers raises plain Exception
@@ -221,6 +228,7 @@ def _human(env: Any, chat: ChatFormat, console: Console) -> Generate:
                 )
                 continue
             limit = request.sampling.max_new_tokens
+            # As an engine does: what is too long is cut.
             return _generation(
                 tokens_T[:limit],
                 FinishReason.STOP if len(tokens_T) <= limit else FinishReason.LENGTH,
@@ -267,6 +275,7 @@ class EpisodeView:
         """Print the part of the prompt that is new since the last answer."""
         self._turn += 1
         prompt_T, known = request.prompt_tokens, len(self._context_T)
+        # Step-wise agents write a new prompt each turn.
         continues = 0 < known < len(prompt_T) and np.array_equal(prompt_T[:known], self._context_T)
         new_T = prompt_T[known:] if continues else prompt_T
         self._console.print(Rule(Text(f"turn {self._turn}", style="bold"), align="left"))

@@ -146,6 +146,7 @@ class GymnasiumEnv:
                 raise ValueError(
                     f"observation {self._template!r} uses ansi, which {id} cannot draw"
                 )
+            # The way to draw is fixed when an environment is made.
             self._env.close()
             self._env = _make(id, {**(kwargs or {}), "render_mode": "ansi"})
         self._fields = preset.fields if preset else no_fields
@@ -153,6 +154,7 @@ class GymnasiumEnv:
         self._words = ActionWords(
             self._env.action_space, actions or (preset.actions if preset else None)
         )
+        # Now, because a wrong placeholder would fail in every episode.
         self._check_template()
         if success not in (None, "reward", "end"):
             raise ValueError(f"success must be reward or end, not {success!r}")
@@ -161,6 +163,7 @@ class GymnasiumEnv:
         self.instruction = (
             f"{task} {self._words.question()}" if instruction is None else instruction
         )
+        # Steps of the presets take microseconds, less than the hand-over to a thread.
         self.blocking = preset is None
         self._text = ""
         self._mask: Any = None
@@ -168,6 +171,7 @@ class GymnasiumEnv:
     def reset(self, seed: int, split: Stream) -> str:
         """Begin with gymnasium's episode of a seed of this split."""
         observation, info = self._env.reset(
+            # Validation has the seeds above: the two never meet.
             seed=seed % VALIDATION_SEEDS + (VALIDATION_SEEDS if split is Stream.VALIDATION else 0)
         )
         self._mask = info.get("action_mask")
@@ -180,6 +184,7 @@ class GymnasiumEnv:
         An invalid answer is not played and does not count for gymnasium's step limit.
         """
         number = self._words.action(action)
+        # Not passed on: many environments raise an error, and some play another action.
         if number is None:
             return StepResult(self._text, 0.0, False, metrics=_metrics(valid=False))
         observation, reward, terminated, truncated, info = self._env.step(number)
@@ -192,6 +197,7 @@ class GymnasiumEnv:
     def valid_actions(self) -> list[str]:
         """Return every action, or the actions that the environment's `action_mask` allows now."""
         words = self._words.all()
+        # A mask of another length is about something else than these actions.
         if self._mask is None or len(self._mask) != len(words):
             return words
         return [word for word, possible in zip(words, self._mask, strict=True) if possible] or words
@@ -214,6 +220,7 @@ class GymnasiumEnv:
     def _check_template(self) -> None:
         """Raise `ValueError` if the observation has no text form, or lacks a placeholder."""
         space = self._env.observation_space
+        # A random observation: the real one exists only after a reset.
         sample = space.sample()
         texts = parts(space, sample, self._decimals)
         more = self._fields(sample)

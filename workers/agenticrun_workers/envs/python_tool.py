@@ -215,6 +215,7 @@ def problem(seed: int, split: Stream, highest: int) -> tuple[str, str]:
 
     A hash of the question decides which split it belongs to.
     """
+    # New pairs are drawn until one belongs to the split.
     rng = np.random.default_rng(seed)
     while True:
         sign = str(rng.choice(list(OPERATIONS)))
@@ -278,6 +279,7 @@ class CallParser:
     def parse(self, text: str) -> Call | BadCall | Answer | None:
         """Return the earliest call or answer; None if there is neither."""
         found: list[tuple[int, Call | BadCall | Answer]] = []
+        # The first of them counts: what a model writes after a call is a guess about its result.
         if match := self._answer.search(text):
             found.append((match.start(), Answer(last_group(match).strip())))
         if self._own_call is not None:
