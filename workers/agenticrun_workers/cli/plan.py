@@ -62,6 +62,7 @@ def plan(
     the nearest changes that fit.
     Exit codes: 0 the run fits, 64 it does not, or the file or model cannot be used.
     """
+    # Before the imports below, so that a mistake in the file is shown at once.
     run = load(file, changes, local=True)
     from agenticrun_workers.models.folder import ModelLoadError
     from agenticrun_workers.sizing.models import refusal, run_shapes
@@ -118,6 +119,7 @@ def plan_finding(run: AgenticRun, *, pods: bool, card: Gpu | None = None) -> Fin
         return failed(str(error), "correct it")
     except ModelLoadError as error:
         return not_checked(str(error))
+    # On one machine, the memory of pods is no limit.
     kinds = tuple(Kind) if pods else (Kind.GPU,)
     places = [place for place in planned.places if place.kind in kinds]
     if not places:
@@ -212,6 +214,7 @@ def _shown(run: AgenticRun, planned: Plan, again: str, origin: str) -> Iterator[
             f"{step.sampled:,} of them sampled; real steps take two to three times as long"
         )
         yield _times(step)
+    # A new checkpoint is complete before the oldest one is deleted.
     keep = run.spec.storage.keep + 1 if run.spec.storage else 0
     claim = f"; {keep} of them (keep + 1): {size(keep * planned.checkpoint)}" if keep else ""
     yield Text(f"a checkpoint: {size(planned.checkpoint)}{claim}")

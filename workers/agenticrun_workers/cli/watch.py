@@ -60,6 +60,7 @@ def watch(
     with Live(draw(reading.view()), console=console, auto_refresh=False) as live:
         try:
             _follow(source, reading, interval, live)
+        # Ctrl-C ends the watching, not the run: it is no error.
         except KeyboardInterrupt:
             return
 
@@ -107,6 +108,7 @@ def samples(
     limit = count or (ALL if listing else 1)
     with or_give_up():
         newest = limit == 1 and step is None and not validation
+        # On a cluster, every file is copied from a pod first.
         files_read = 1 if newest else ALL
         reading = open_run(run, namespace, context).read(steps=0, samples=files_read)
     folder = reading.folder
@@ -120,6 +122,7 @@ def samples(
         if len(found) >= limit:
             break
         found = [*folder.episodes(file), *found]
+    # Why they could not be read says more than that there are none.
     if not found and reading.missing:
         give_up("\n".join(reading.missing))
     if not found:
@@ -128,6 +131,7 @@ def samples(
             "there are no such samples; tracking.sampleLogs and pipeline.loggingSteps decide how "
             f"many are kept. There are: {', '.join(steps) or 'none'}"
         )
+    # A pipe has no width, and the default of 80 breaks most lines.
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     for episode in found[-limit:]:
         _print_episode(console, episode, turns=not listing)

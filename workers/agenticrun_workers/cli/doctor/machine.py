@@ -57,6 +57,7 @@ SHM_ADVICE = (
 
 def _torch(cards: list[str]) -> Finding:
     """Import PyTorch as a run does, in a process of its own: a broken one may crash."""
+    # In a process of its own: a broken installation may crash instead of raising.
     program = "import torch; print(torch.__version__, torch.cuda.device_count())"
     try:
         done = subprocess.run(
@@ -99,6 +100,7 @@ def _find_engines(gpus: int = 0) -> dict[str, str]:
 
     found = {}
     vllm = GPU_PACKAGES if gpus else PACKAGES
+    # Each alone: one broken engine says nothing about the other.
     for name, packages, versions in (("sglang", ["sglang"], SGLANG), ("vllm", vllm, VLLM)):
         try:
             find_engine(name, packages, versions, gpus)
@@ -158,6 +160,7 @@ def memory_suffices(run: AgenticRun, available: float) -> Finding:
     found = f"the run asks for {total / 2**30:.0f} GiB ({shown}); {available / 2**30:.0f} are free"
     if total <= available:
         return ok(found)
+    # No failure: Python's processes take what they need, and not what pods would get.
     return warning(
         found,
         "spec.roles.*.memory are limits of pods, and no limits here: a small model may fit anyhow; "
