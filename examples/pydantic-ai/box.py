@@ -6,6 +6,7 @@
 import random
 import ssl
 import string
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -21,7 +22,7 @@ TLS = ssl.create_default_context()
 
 
 class Box:
-    """The colour is in a box. Naming it earns 1."""
+    """The colour is in a box. Looking into it and naming the colour earns 1, a guess nothing."""
 
     blocking = False
     instruction = "Look into the box."
@@ -45,17 +46,24 @@ class Answer(BaseModel):
     colour: Literal["red", "green", "blue"]
 
 
-agent = Agent(instructions=Box.instruction, deps_type=str, output_type=NativeOutput(Answer))
+@dataclass
+class Content:
+    colour: str
+    seen: bool = False
+
+
+agent = Agent(instructions=Box.instruction, deps_type=Content, output_type=NativeOutput(Answer))
 
 
 @agent.tool
-def look(box: RunContext[str]) -> str:
+def look(box: RunContext[Content]) -> str:
     """Look into the box."""
-    return box.deps
+    box.deps.seen = True
+    return box.deps.colour
 
 
 async def play(base_url: str, task: Any) -> float:
-    colour = random.Random(task.seed).choice(COLOURS)
+    content = Content(random.Random(task.seed).choice(COLOURS))
     async with AsyncOpenAI(
         base_url=base_url, api_key=task.api_key, http_client=DefaultAsyncHttpxClient(verify=TLS)
     ) as client:
@@ -63,8 +71,8 @@ async def play(base_url: str, task: Any) -> float:
         limits = UsageLimits(request_limit=3)
         try:
             result = await agent.run(
-                task.observation, model=model, deps=colour, usage_limits=limits
+                task.observation, model=model, deps=content, usage_limits=limits
             )
         except AgentRunError:  # too many requests, or an answer that was cut
             return 0.0
-    return float(result.output.colour == colour)
+    return float(content.seen and result.output.colour == content.colour)

@@ -78,8 +78,11 @@ class TextArena:
             self._game = self._game.env
         self._actions = list(map(str, actions))
         self._players = players
+        self.reusable = players == 1  # games of cards shuffle the deck of the game before
         self._opponent = _function(opponent) if opponent else None
         self._chance = random.Random()
+        self._shown = ""
+        """The last message to the policy."""
         self.instruction = instruction
         self._states: Any = None
         self._check(id)
@@ -109,8 +112,8 @@ class TextArena:
         return StepResult(shown, reward, done, metrics=metrics)
 
     def valid_actions(self) -> list[str]:
-        """Return the actions of the config; games do not list theirs."""
-        return self._actions
+        """Return the actions of the config; in a game of several players, those that it offers."""
+        return self._actions if self._players == 1 else self._offered(self._shown)
 
     def vocabulary(self) -> list[str]:
         """Return printable characters, the actions, and the words of the rules."""
@@ -139,6 +142,7 @@ class TextArena:
                     kind is self._refusal and "invalid move" in text.lower()
                     for _, text, kind in messages
                 )
+                self._shown = _newest(messages)
                 return done, self._text(messages, POLICY), refused
             done = self._move(self._others_answer(messages, player))
         raise RuntimeError(f"{MOST_MOVES} moves of the other players, and none of the policy")
@@ -156,9 +160,11 @@ class TextArena:
     def _others_answer(self, messages: Sequence[Any], player: int) -> str:
         if self._opponent is not None:
             return str(self._opponent(self._text(messages, player)))
-        newest = messages[-1][1] if messages else ""
-        named = [action for action in self._actions if action in newest]
-        return self._chance.choice(named or self._actions)
+        return self._chance.choice(self._offered(_newest(messages)))
+
+    def _offered(self, shown: str) -> list[str]:
+        """Return the actions that a message names, or all if it names none."""
+        return [action for action in self._actions if action in shown] or self._actions
 
     def _check(self, id: str) -> None:
         """Raise `ValueError` for a game that cannot begin, before a run and not in each episode."""
@@ -188,6 +194,10 @@ class TextArena:
                 self._states = random.getstate(), np.random.get_state()
                 random.setstate(others[0])
                 np.random.set_state(others[1])
+
+
+def _newest(messages: Sequence[Any]) -> str:
+    return str(messages[-1][1]) if messages else ""
 
 
 def _function(name: str) -> Any:
