@@ -112,7 +112,7 @@ class TextArena:
         return StepResult(shown, reward, done, metrics=metrics)
 
     def valid_actions(self) -> list[str]:
-        """Return the actions of the config; in a game of several players, those that it offers."""
+        """Return the actions of the config; in a game of several players, the ones offered."""
         return self._actions if self._players == 1 else self._offered(self._shown)
 
     def vocabulary(self) -> list[str]:
