@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,12 +16,19 @@ import torch.distributed as dist
 from agenticrun_api import Pipeline
 from agenticrun_workers.driver.parity import ParityCheck
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.inference.parity import BEYOND, LENGTH, SAMPLED, ParityProbe, ProbeSample
+from agenticrun_workers.inference.parity import (
+    BEYOND,
+    LENGTH,
+    SAMPLED,
+    Parity,
+    ParityProbe,
+    ProbeSample,
+)
 from agenticrun_workers.inference.transformers import engine as embedded
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
-from agenticrun_workers.trainer.parity import Parity, compare, make_probe, precision_of, quantizes
+from agenticrun_workers.trainer.parity import compare, make_probe, precision_of, quantizes
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.types import FinishReason, Generation, GenerationRequest
 from model_comparison import all_cases, random_model, tiny_config
@@ -210,3 +220,15 @@ async def test_an_engine_that_dies_is_left_out(caplog: pytest.LogCaptureFixture)
     assert await checked({"a": 1.0, "b": 0.005}, failing=died) == {"engine/parity_gap": 0.005}
     assert "a cannot be compared with the trainer: it died" in caplog.text
     assert await checked({"a": 1.0}, failing=died) == {}
+
+
+def test_the_driver_reads_results_without_torch() -> None:
+    """Its import takes seconds before the first step, and hundreds of megabytes of the head."""
+    code = (
+        "import pickle, sys; "
+        f"pickle.loads({pickle.dumps(Parity(0.1, 0.2, 3))!r}); "
+        "import agenticrun_workers.driver.parity; "
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -44,6 +44,7 @@ def test_every_tracker_that_the_run_asks_for_gets_every_step(
         tracker.log(
             3, {"val/Lake/success": 0.65, "val/Lake/random_success": 0.02, "val/Lake/score": 0.7}
         )
+        tracker.log(3, {"engine/parity_gap": 1e-7})  # no step, no validation: no line
         tracker.close()
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert written[0] == {"step": 3, "time": written[0]["time"], **STEP}

@@ -12,12 +12,11 @@ from agenticrun_api import Pipeline
 from agenticrun_api.algorithm import Guards
 from agenticrun_workers.driver.metrics import Metrics
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.inference.parity import ParityProbe, ProbeSample
+from agenticrun_workers.inference.parity import Parity, ParityProbe, ProbeSample
 from agenticrun_workers.launch import ActorHandle
 
 if TYPE_CHECKING:
     from agenticrun_workers.inference.actor import EngineActor
-    from agenticrun_workers.trainer.parity import Parity
 
 log = logging.getLogger(__name__)
 

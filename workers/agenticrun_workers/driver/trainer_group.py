@@ -38,8 +38,7 @@ from agenticrun_workers.types import EpisodeKey
 from agenticrun_workers.weights.sync import Receiver, WeightSync
 
 if TYPE_CHECKING:
-    from agenticrun_workers.inference.parity import ParityProbe, ProbeSample
-    from agenticrun_workers.trainer.parity import Parity
+    from agenticrun_workers.inference.parity import Parity, ParityProbe, ProbeSample
     from agenticrun_workers.trainer.policy_rank import TrainerActor
     from agenticrun_workers.trainer.reference_and_critic import CriticActor, ReferenceActor
 

@@ -4,7 +4,7 @@ Each has two turns: a prompt, a response, the next prompt and a response. One is
 window of the model, so that layers with a window forget its beginning. The trainer scores the
 sampled tokens (`trainer.parity`), and `driver.parity` compares.
 
-No torch here: the driver plays the conversations.
+No torch here: the driver plays the conversations and reads the results.
 """
 
 from __future__ import annotations
@@ -44,6 +44,17 @@ class ProbeSample:
     """Number of the turn on sampled tokens, -1 elsewhere."""
     logprobs_T: FloatArray
     """Log-probs that the engine recorded, 0 elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """The difference between an engine and the trainer, in nats per sampled token."""
+
+    gap: float
+    """Mean |trainer's log-prob - engine's log-prob|."""
+    allowed: float
+    """Largest difference that rounding explains."""
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,12 +339,10 @@ class ConsoleTracker:
         self._max_steps = max_steps
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        log.info(
-            "%s",
-            step_line(step, self._max_steps(), metrics)
-            if "time/step" in metrics
-            else validation_line(step, metrics),
-        )
+        if "time/step" in metrics:
+            log.info("%s", step_line(step, self._max_steps(), metrics))
+        elif any(name.startswith("val/") for name in metrics):  # not the parity of the engines
+            log.info("%s", validation_line(step, metrics))
 
     def close(self) -> None:
         """Nothing is held open."""

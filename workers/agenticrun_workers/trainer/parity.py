@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from agenticrun_workers.inference.parity import ParityProbe, ProbeSample
+from agenticrun_workers.inference.parity import Parity, ParityProbe, ProbeSample
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.types import FloatArray
@@ -28,17 +27,6 @@ QUANTIZED = 2.0**-3
 """Precision of 8-bit floats."""
 QUANTIZATION = ("quantization", "kv_cache_dtype", "torchao_config")
 """Options of SGLang and vLLM."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parity:
-    """The difference between an engine and the trainer, in nats per sampled token."""
-
-    gap: float
-    """Mean |trainer's log-prob - engine's log-prob|."""
-    allowed: float
-    """Largest difference that rounding explains."""
-    tokens: int
 
 
 def make_probe(config: PretrainedConfig, max_length: int, temperature: float) -> ParityProbe:

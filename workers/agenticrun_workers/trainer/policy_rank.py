@@ -44,12 +44,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from agenticrun_workers.algorithms.token_advantages import TokenSpec
-    from agenticrun_workers.inference.parity import ParityProbe, ProbeSample
+    from agenticrun_workers.inference.parity import Parity, ParityProbe, ProbeSample
     from agenticrun_workers.models.lora import Adapters
     from agenticrun_workers.models.shape import ModelShape
     from agenticrun_workers.trainer.actor_loss import LossSpec
     from agenticrun_workers.trainer.critic import CriticTrainer, ValueLossSpec
-    from agenticrun_workers.trainer.parity import Parity
     from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
     from agenticrun_workers.trainer.reference import ReferencePolicy
     from agenticrun_workers.weights.collective import WeightGroup
