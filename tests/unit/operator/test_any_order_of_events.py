@@ -384,6 +384,11 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.world.quota_faults == []
 
     @invariant()
+    def pods_exist_only_while_their_quota_is_held(self) -> None:
+        if self.world.kueue and self.world.pods():
+            assert self.world.workload and workloads.holds_quota(self.world.workload)
+
+    @invariant()
     def attempts_never_overlap(self) -> None:
         assert len(self.world.live_jobs()) <= 1
 
