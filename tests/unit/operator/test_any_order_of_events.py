@@ -386,7 +386,8 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def pods_exist_only_while_their_quota_is_held(self) -> None:
         if self.world.kueue and self.world.pods():
-            assert self.world.workload and workloads.holds_quota(self.world.workload)
+            assert self.world.workload is not None
+            assert workloads.holds_quota(self.world.workload)
 
     @invariant()
     def attempts_never_overlap(self) -> None:
