@@ -146,6 +146,11 @@ GEMMA_4: dict[str, Any] = {"layer_types": HALF, "global_head_dim": 8}
 CASES = (
     Case("cohere", "logit scale 1", {"logit_scale": 1.0}),
     Case("cohere2", "logit scale 1", {"logit_scale": 1.0, "layer_types": HALF}),
+    *(Case(name, options={"head_dim": 4, "num_key_value_heads": 4}) for name in (
+        "axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")),
+    Case("deepseek_v2", options={
+        "head_dim": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1}),
     Case("bamba", options={"attn_layer_indices": [1, 3]}),
     Case("blt", options={
         "patcher_config": {**PART, "max_position_embeddings": 512}, "global_config": PART,
@@ -159,7 +164,11 @@ CASES = (
     Case("cpmant", options={"dim_head": 8, "dim_ff": 48, "prompt_length": 2}),
     Case("ctrl", options={"dff": 48}),
     Case("doge", "mixture of experts", {"is_moe": True}),
-    Case("dots1", options={"n_routed_experts": 4, "n_shared_experts": 1}),
+    Case("dots1", options={
+        "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}),
+    Case("dots3_note_text", options={
+        "num_key_value_heads": 4, "head_dim": 4, "index_head_dim": 8, "index_n_heads": 2,
+        "shared_experts_intermediate_size": 24, "layer_types": ["indexed_attention"] * 4}),
     Case("falcon", "ALiBi", {"alibi": True}, reference="sdpa"),
     Case("falcon", "grouped heads", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     Case("falcon_h1", options={"mamba_d_ssm": 64}),
@@ -175,6 +184,7 @@ CASES = (
     Case("granitemoehybrid", "dense, hybrid", {
         "num_local_experts": 0, "layer_types": ["linear_attention", "full_attention"] * 2}),
     Case("jamba", "one expert", {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    Case("kimi_linear", options={"linear_head_dim": 8, "linear_num_heads": 4}),
     Case("lfm2", "attention only", {"layer_types": ["full_attention"] * 4}),
     Case("lfm2", "with convolution", {"layer_types": CONV}),
     Case("lfm2_moe", options={"layer_types": CONV}),
@@ -192,6 +202,7 @@ CASES = (
     Case("nemotron_h", "dense", {"layers_block_type": ["mamba", "attention", "mamba", "mlp"]}),
     Case("phi3", "no window", {"sliding_window": None}),
     Case("qwen2", "sliding window", {"use_sliding_window": True, "max_window_layers": 2}),
+    Case("qwen2_moe", "sliding window", {"use_sliding_window": True}),
     Case("qwen3", "sliding window", {"use_sliding_window": True, "max_window_layers": 2}),
     Case("reformer", options={"is_decoder": True, "axial_pos_embds": False}),
     Case("rembert", options={"input_embedding_size": 32, "output_embedding_size": 32}),

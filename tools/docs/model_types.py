@@ -6,6 +6,7 @@ It makes about 210 tiny models and takes about two minutes. Run it before transf
 the locks, and after a change of `inference/transformers`, `models` or `trainer/modules.py`; then
 
     AGENTICRUN_MODEL_TYPES=all pytest tests/unit/docs/test_model_types_page.py
+    AGENTICRUN_MODEL_TYPES=all pytest tests/unit/trainer/test_mixtures.py
 
 `make test` computes one type of each mechanism again, `make drills` all of them. A test fails until
 a type that is new in transformers has a row. Types with unusual tiny configs have an entry in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
+from agenticrun_workers.models.lora import LoraSpec, add_lora
 from agenticrun_workers.models.pretrained import ModelLoader, load_model
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
@@ -31,7 +33,29 @@ OPTIONS = {
     "recomputing": (True, FsdpOptions(gradient_checkpointing=True)),
     "ulysses": (True, FsdpOptions(ulysses_sequence_parallel_size=2)),
     "two copies": (True, FsdpOptions(fsdp_size=1)),
+    "adapters": (True, FsdpOptions()),
 }
+EVEN = 6
+"""Experts that two ranks can divide."""
+DIVIDED = {
+    "divided": (True, FsdpOptions(expert_parallel_size=2)),
+    "divided, padded": (False, FsdpOptions(expert_parallel_size=2)),
+    "divided, recomputing": (
+        True,
+        FsdpOptions(expert_parallel_size=2, gradient_checkpointing=True),
+    ),
+    "divided, ulysses": (
+        True,
+        FsdpOptions(expert_parallel_size=2, ulysses_sequence_parallel_size=2),
+    ),
+    "divided, adapters": (True, FsdpOptions(expert_parallel_size=2)),
+}
+"""Options of two ranks for `EVEN` experts."""
+OF_FOUR = {
+    "divided and spread": (True, FsdpOptions(expert_parallel_size=2)),
+    "divided, two copies": (True, FsdpOptions(expert_parallel_size=2, fsdp_size=2)),
+}
+"""Options of four ranks for `EVEN` experts."""
 
 
 def write_model(folder: Path, *, experts: int = EXPERTS, seed: int = 0) -> Path:
@@ -59,9 +83,10 @@ def weights(policy: PolicyTrainer) -> dict[str, Tensor]:
 
 
 def policy_of(model: Path, name: str = "packed") -> PolicyTrainer:
-    packing, options = OPTIONS[name]
+    packing, options = (OPTIONS | DIVIDED | OF_FOUR)[name]
+    adapt = partial(add_lora, spec=LoraSpec(rank=4), seed=3) if "adapters" in name else None
     return fsdp2_policy(
-        ModelLoader(ModelSource(str(model))),
+        ModelLoader(ModelSource(str(model)), adapt=adapt),
         SPEC,
         max_tokens=60,
         temperature=LOSS.temperature,
@@ -87,25 +112,30 @@ def trained(model: Path, name: str) -> dict[str, Any]:
     }
 
 
-def resumed(model: Path, folder: Path) -> bool:
+def resumed(model: Path, folder: Path, name: str = "packed") -> bool:
     """Return True if a run that saves and resumes ends with the bits of one that does not."""
     samples = batch(load_model(str(model)), LOSS, count=8)
-    first = policy_of(model)
+    first = policy_of(model, name)
     share = mine(samples, first)
     first.train_step(share, LOSS)
     first.save(str(folder))
     first.train_step(share, LOSS)
-    second = policy_of(model)
+    second = policy_of(model, name)
     second.load(str(folder))
     second.train_step(share, LOSS)
     one, other = weights(first), weights(second)
-    first.export_folder(folder.parent / "exported", {})
+    first.export_folder(folder.with_name(f"exported {name}"), {})
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def reference(model: Path, other: Path) -> bool:
-    """Return True if a reference that takes the weights of another model scores as that one."""
-    frozen = ReferencePolicy(ModelLoader(ModelSource(str(model))), packing=True)
+def reference(model: Path, other: Path, name: str = "packed") -> tuple[bool, float]:
+    """Compare a reference that takes the weights of another model with that one.
+
+    Returns:
+        True if its scores have changed, and their largest difference from those of the other.
+    """
+    packing, options = (OPTIONS | DIVIDED)[name]
+    frozen = ReferencePolicy(ModelLoader(ModelSource(str(model))), packing=packing, options=options)
     source = load_model(str(other))
     stored = load_file(other / "model.safetensors")
     samples = batch(source, LOSS, count=8)[dist.get_rank() :: 2]
@@ -114,11 +144,13 @@ def reference(model: Path, other: Path) -> bool:
     expected = ReferencePolicy(ModelLoader(ModelSource(str(other))), packing=True)
     scored, wanted = frozen.compute_log_probs(samples), expected.compute_log_probs(samples)
     changed = any((one != two).any() for one, two in zip(before, scored, strict=True))
-    return changed and all((one == two).all() for one, two in zip(scored, wanted, strict=True))
+    return changed, max(
+        float(abs(one - two).max()) for one, two in zip(scored, wanted, strict=True)
+    )
 
 
 def too_few(model: Path) -> str:
-    """Return the error of a load of three experts of which one rank of four would have none."""
+    """Return the error of a load of experts of which one rank of four would have none."""
     try:
         policy_of(model)
     except ValueError as error:
@@ -128,12 +160,23 @@ def too_few(model: Path) -> str:
 
 def main(model: str, folder: str) -> dict[str, Any]:
     models, scratch = Path(model), Path(folder)
+    even = scratch / "even"
     if dist.get_world_size() > 2:
-        return {"too few": too_few(models)}
+        return {
+            "too few": too_few(scratch / "three"),
+            "trained": {name: trained(even, name) for name in OF_FOUR},
+        }
     return {
-        "trained": {name: trained(models, name) for name in OPTIONS},
-        "resumed": resumed(models, scratch / "checkpoint"),
-        "reference": reference(models, scratch / "other"),
+        "trained": {name: trained(models, name) for name in OPTIONS}
+        | {name: trained(even, name) for name in DIVIDED},
+        "resumed": [
+            resumed(models, scratch / "checkpoint packed"),
+            resumed(even, scratch / "checkpoint divided", "divided"),
+        ],
+        "reference": [
+            reference(models, scratch / "other"),
+            reference(even, scratch / "other even", "divided"),
+        ],
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from agenticrun_workers.models.pretrained import load_model
-from ragged_samples import largest_difference
+from ragged_samples import batch, largest_difference
 from rank_programs import launch, load
 
 PROGRAM = Path(__file__).with_name("moe_program.py")
@@ -31,9 +31,22 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(model: Path, scratch: Path) -> list[dict[str, Any]]:
+def even(scratch: Path) -> Path:
+    folder: Path = program.write_model(scratch / "even", experts=program.EVEN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(model: Path, scratch: Path, even: Path) -> list[dict[str, Any]]:
     program.write_model(scratch / "other", seed=1)
+    program.write_model(scratch / "other even", experts=program.EVEN, seed=1)
     return launch(PROGRAM, 2, scratch, [str(model), str(scratch)])
+
+
+@pytest.fixture(scope="module")
+def four(model: Path, scratch: Path, even: Path) -> list[dict[str, Any]]:
+    program.write_model(scratch / "three", experts=3)
+    return launch(PROGRAM, 4, scratch, [str(model), str(scratch)])
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +55,58 @@ def one(model: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def one_adapted(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = program.trained(model, "adapters")
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_even(even: Path) -> dict[str, Any]:
+    found: dict[str, Any] = program.trained(even, "packed")
+    return found
+
+
 @pytest.mark.parametrize("name", program.OPTIONS)
 def test_two_ranks_compute_what_one_process_computes(
-    two: list[dict[str, Any]], one: dict[str, Any], name: str
+    two: list[dict[str, Any]], one: dict[str, Any], one_adapted: dict[str, Any], name: str
 ) -> None:
-    ranks = [rank["trained"][name] for rank in two]
-    scored = (
-        [ranks[0]["log_probs"][i] for i in range(8)]
-        if name == "ulysses"
-        else [ranks[i % 2]["log_probs"][i // 2] for i in range(8)]
-    )
+    alone = one_adapted if name == "adapters" else one
+    assert_equal([rank["trained"][name] for rank in two], alone, shared=name == "ulysses")
+
+
+@pytest.mark.parametrize("name", program.DIVIDED)
+def test_two_ranks_that_divide_the_experts_compute_what_one_process_computes(
+    two: list[dict[str, Any]], one_even: dict[str, Any], even: Path, name: str
+) -> None:
+    alone = program.trained(even, "adapters") if "adapters" in name else one_even
+    assert_equal([rank["trained"][name] for rank in two], alone, shared="ulysses" in name)
+
+
+@pytest.mark.parametrize("name", program.OF_FOUR)
+def test_four_ranks_that_divide_and_spread_the_experts_compute_what_one_process_computes(
+    four: list[dict[str, Any]], one_even: dict[str, Any], name: str
+) -> None:
+    assert_equal([rank["trained"][name] for rank in four], one_even, shared=False)
+
+
+def assert_equal(ranks: list[dict[str, Any]], one: dict[str, Any], *, shared: bool) -> None:
+    """Compare three steps of several ranks with those of one process.
+
+    Args:
+        shared: all ranks share each sequence.
+    """
+    parts = 1 if shared else len(ranks)
+    scored = [ranks[i % parts]["log_probs"][i // parts] for i in range(8)]
     for found_T, expected_T in zip(scored, one["log_probs"], strict=True):
         np.testing.assert_allclose(found_T, expected_T, atol=1e-5)
+    # As long as B of an adapter is zero, A has no gradient.
+    gradients = {name: gradient for name, gradient in one["gradients"].items() if gradient.any()}
+    assert gradients
     for rank in ranks:
-        assert largest_difference(rank["gradients"], one["gradients"]) < 1e-4
+        assert rank["gradients"].keys() == one["gradients"].keys()
+        found = {name: rank["gradients"][name] for name in gradients}
+        assert largest_difference(found, gradients) < 1e-4
         for step, expected in zip(rank["metrics"], one["metrics"], strict=True):
             compared = [key for key in expected if not key.startswith("train/")]
             assert {key: step[key] for key in compared} == pytest.approx(
@@ -78,30 +129,46 @@ def test_the_first_rank_exports_the_weights_of_the_files(
 
 
 def test_a_checkpoint_resumes_with_the_same_bits(two: list[dict[str, Any]]) -> None:
-    assert all(rank["resumed"] for rank in two)
+    assert [rank["resumed"] for rank in two] == [[True, True]] * 2
 
 
 @pytest.mark.usefixtures("two")
-def test_an_exported_folder_is_a_model_like_the_first_one(model: Path, scratch: Path) -> None:
-    first, exported = (
-        load_file(folder / "model.safetensors") for folder in (model, scratch / "exported")
-    )
-    assert exported.keys() == first.keys()
-    loaded, trained = (
-        load_model(str(scratch / "exported")),
-        dict(load_model(str(model)).named_parameters()),
-    )
+def test_one_process_resumes_from_ranks_that_divide_the_experts(even: Path, scratch: Path) -> None:
+    policy = program.policy_of(even)
+    policy.load(str(scratch / "checkpoint divided"))
+    policy.train_step(batch(load_model(str(even)), program.LOSS, count=8), program.LOSS)
+    expected = load_file(scratch / "exported divided/model.safetensors")
+    found = program.weights(policy)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("name", ["packed", "divided"])
+def test_an_exported_folder_is_a_model_like_the_first_one(
+    model: Path, even: Path, scratch: Path, name: str
+) -> None:
+    before = {"packed": model, "divided": even}[name]
+    folder = scratch / f"exported {name}"
+    first, exported = (load_file(each / "model.safetensors") for each in (before, folder))
+    assert {name: weight.shape for name, weight in exported.items()} == {
+        name: weight.shape for name, weight in first.items()
+    }
+    loaded, trained = load_model(str(folder)), dict(load_model(str(before)).named_parameters())
     changed = [name for name, p in loaded.named_parameters() if not torch.equal(p, trained[name])]
     assert len(changed) == len(trained)
 
 
 def test_a_reference_takes_the_weights_of_the_policy_s_export(two: list[dict[str, Any]]) -> None:
-    assert all(rank["reference"] for rank in two)
+    for rank in two:
+        for changed, difference in rank["reference"]:
+            assert changed
+            assert difference < 1e-6
 
 
-def test_a_rank_without_an_expert_is_refused(tmp_path: Path) -> None:
-    model = program.write_model(tmp_path / "model", experts=3)
-    for rank in launch(PROGRAM, 4, tmp_path, [str(model), str(tmp_path)]):
+def test_a_rank_without_an_expert_is_refused(four: list[dict[str, Any]]) -> None:
+    for rank in four:
         assert rank["too few"] == (
             "the 3 experts of a layer cannot be spread over 4 ranks, because one would hold none: "
             "set fsdp_size to 2"

@@ -127,10 +127,10 @@ def test_a_mixture_of_experts_is_sized_and_not_refused() -> None:
 
 def test_a_mixture_that_no_trainer_takes_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text('{"model_type": "deepseek_v3", "num_hidden_layers": 4, "vocab_size": 1000}')
+    file.write_text('{"model_type": "deepseek_v4", "num_hidden_layers": 4, "vocab_size": 1000}')
     code, output = plan("-f", PAIR, "--config", str(file))
     assert code == 64
-    assert "is a mixture of experts (deepseek_v3)" in " ".join(output.split())
+    assert "is a mixture of experts (deepseek_v4)" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def fits_a_screen(conversion: Conversion) -> bool:
 
 
 UNDECIDED = [
-    ({"pretrain": "openai/gpt-oss-20b"}, "pretrain", "mixture of experts.*spec.model.path"),
+    ({"pretrain": "openai/gpt-oss-20b"}, "pretrain", "quantised.*spec.model.path"),
     ({"pretrain": "Qwen/Qwen2.5-VL-7B-Instruct"}, "pretrain", "several modalities.*text model"),
     ({"pretrain": "Qwen/Qwen3.5-2B"}, "pretrain", "several modalities"),
     ({"pretrain": "/models/ours"}, "(resources)", "memory and shmSize"),

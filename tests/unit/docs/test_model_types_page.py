@@ -49,12 +49,16 @@ MECHANISMS = (
     "mamba",  # no attention
     "lfm2, with convolution",
     "qwen3_5_text",  # linear attention
+    "dots3_note_text",  # indexed attention
     "trocr",  # positions from the cache
     "openai-gpt",  # no cache
     "gemma2",  # soft-capping
     "modernbert-decoder",  # a layer before the output layer
     "bert-generation",  # not causal
     "qwen3_moe",  # experts
+    "qwen2_moe, sliding window",  # a window in the mask only
+    "gpt_oss",  # sinks
+    "jetmoe",  # experts in another form
     "bart",  # an encoder
     "gemma3",  # pictures
 )

@@ -13,6 +13,7 @@ import yaml
 from agenticrun_api import AgenticRun, Role, parse_run
 from agenticrun_api.load import read_run
 from agenticrun_api.overrides import with_overrides
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.shape import ModelShape
 from agenticrun_workers.sizing.gpus import GIB, GPUS, Gpu, of_machine, recognize
 from agenticrun_workers.sizing.memory import layout_of, model_memory, policy_layout, total
@@ -80,6 +81,7 @@ def test_a_new_option_of_fsdp2_is_planned_for() -> None:
         "gradient_checkpointing",
         "recompute_granularity",
         "fsdp_size",
+        "expert_parallel_size",
         "offload_policy",
         "ulysses_sequence_parallel_size",
         "logits_chunk_elements",
@@ -95,6 +97,7 @@ def test_a_new_option_of_fsdp2_is_planned_for() -> None:
         options.gradient_checkpointing,
         options.offload_policy,
     )
+    assert layout.expert_parallel == options.expert_parallel_size
 
 
 def test_selective_recomputation_keeps_products_and_does_not_repeat_them() -> None:
@@ -179,6 +182,62 @@ def test_a_model_that_cannot_fit_is_refused_with_its_sum() -> None:
         "(AdamW 122.0 + weights 61.0 + gradients 61.0 + "
     )
     assert trainer_gpu(planned).sum.endswith("and has 79.1 GiB")
+
+
+MIXTURE = "Qwen/Qwen3-30B-A3B"
+DIVIDE = "pipeline.actorTrain.strategy.config.expert_parallel_size"
+
+
+def test_a_rank_gathers_only_its_part_of_divided_experts() -> None:
+    ranks = ("roles.trainer.gpus=8", "roles.trainer.replicas=2")
+    spread, divided = (
+        sizes(trainer_gpu(plan(MIXTURE, *ranks, f"{DIVIDE}={size}"))) for size in (1, 16)
+    )
+    shape = shapes_of(MIXTURE)[Role.TRAINER]
+    layer = shape.largest_layer
+    experts = 128 * 3 * 768 * 2048
+    assert spread["weights"] == divided["weights"]
+    assert spread["gathered units"] == 2 * (shape.head_units + 2 * layer)
+    assert divided["gathered units"] == 2 * (
+        shape.head_units + 2 * (layer - experts + experts // 16)
+    )
+
+
+def test_dividing_the_experts_is_suggested_for_a_mixture() -> None:
+    planned = plan(MIXTURE, "roles.trainer.gpus=8", *LARGE, *ENGINES)
+    assert any("divided experts" in change.why for change in planned.changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ("roles.trainer.gpus=8", f"{DIVIDE}=3"),
+            "config: expert_parallel_size 3 does not divide the 8 ranks that share a copy of the "
+            "model: set expert_parallel_size to 1 or 2 or 4 or 8",
+        ),
+        (
+            ("roles.trainer.gpus=8", "roles.trainer.replicas=24"),
+            "config: the 128 experts of a layer cannot be spread over 192 ranks, because one would "
+            "hold none: set fsdp_size to 64",
+        ),
+        (
+            ("roles.trainer.gpus=8", "pipeline.actorTrain.strategy.config.fsdp_size=3"),
+            "config.fsdp_size: 3 does not divide the 8 trainer ranks",
+        ),
+    ],
+)
+def test_ranks_that_cannot_share_the_experts_are_refused(
+    changes: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        plan(MIXTURE, *changes)
+    assert message in str(refused.value)
+
+
+def test_experts_of_a_dense_model_are_not_divided() -> None:
+    with pytest.raises(InvalidConfig, match="size is 2, but the model has no experts"):
+        plan("Qwen/Qwen3-8B", f"{DIVIDE}=2")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,8 +15,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from agenticrun_workers.models.heads import decoder_of
 from agenticrun_workers.models.pretrained import make_without_data
-from agenticrun_workers.models.shape import fsdp_units, read_shape
+from agenticrun_workers.models.shape import check_experts, fsdp_units, read_shape
 from agenticrun_workers.sizing.published import PUBLISHED, published_config
+from agenticrun_workers.trainer.fsdp2 import FsdpOptions, shard
+from agenticrun_workers.trainer.ranks import Ranks
 
 PARAMETERS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
@@ -61,6 +64,51 @@ def test_local_sizes_are_those_of_fully_shard(name: str, ranks: int, last: bool)
     shape = read_shape(config)
     assert {weight.name: weight.local(ranks, rank) for weight in shape.weights} == real
     assert shape.local(ranks) >= sum(real.values())
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first rank", "last rank"])
+@pytest.mark.parametrize(("ranks", "size"), [(8, 8), (16, 8), (16, 2)])
+def test_local_sizes_of_divided_experts_are_those_of_the_trainer(
+    ranks: int, size: int, last: bool
+) -> None:
+    config = published_config("Qwen/Qwen3-30B-A3B")
+    rank = ranks - 1 if last else 0
+    cpu = torch.device("cpu")
+    with rank_of(ranks, rank):
+        model = make_without_data(config, trust_remote_code=False)
+        units = fsdp_units(decoder_of(model), model.get_output_embeddings())
+        options = FsdpOptions(expert_parallel_size=size)
+        parts = (*units.layers, *units.ends)
+        shard(model, parts, Ranks(cpu), cpu, torch.bfloat16, options)
+        real = {path: weight.to_local().numel() for path, weight in model.named_parameters()}
+    weights = read_shape(config).weights
+    assert {w.name: w.local(ranks, rank, expert_parallel=size) for w in weights} == real
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "copies", "size", "message"),
+    [
+        (5, 2, 1, 1, ""),
+        (8, 8, 1, 8, ""),
+        (8, 16, 2, 8, ""),
+        (0, 8, 1, 1, ""),
+        (0, 8, 1, 2, "the model has no experts: leave it out"),
+        (3, 4, 1, 1, "3 experts of a layer cannot be spread over 4 ranks.*set fsdp_size to 2"),
+        (6, 4, 1, 1, "6 experts of a layer cannot be spread over 4.*expert_parallel_size to 2"),
+        (6, 4, 1, 4, "size 4 does not divide the 6 experts.*set expert_parallel_size to 2"),
+        (8, 6, 1, 4, "size 4 does not divide the 6 ranks.*fsdp_size to 3, and leave"),
+        (8, 8, 2, 8, "size 8 does not divide the 4 ranks that share a copy.* to 1 or 2 or 4"),
+        (4, 16, 1, 2, r"the 2 experts \(4 / expert_parallel_size 2\) of a layer.*fsdp_size to 4"),
+    ],
+)
+def test_ranks_that_would_get_no_expert_are_refused_with_the_remedy(
+    experts: int, ranks: int, copies: int, size: int, message: str
+) -> None:
+    if not message:
+        check_experts(experts, ranks, copies=copies, expert_parallel=size)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_experts(experts, ranks, copies=copies, expert_parallel=size)
 
 
 def test_rows_that_do_not_divide_evenly_are_those_of_fully_shard() -> None:

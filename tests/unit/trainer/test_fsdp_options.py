@@ -67,7 +67,8 @@ def test_options_are_taken_under_their_names() -> None:
             {"param_dtype": "bfloat16"},
             r"the option param_dtype of fsdp2 is decided by spec\.model\.dtype",
         ),
-        ({"ep_size": 2}, r"ep_size: expert parallelism is not offered: leave it out"),
+        ({"ep_size": 2}, r"ep_size: fsdp2 calls it expert_parallel_size"),
+        ({"expert_parallel_size": 0}, r"expert_parallel_size .* of at least 1, not 0"),
         ({"reduce_dtype": "bfloat16"}, r"reduce_dtype .* summed in float32"),
         ({"fsdp_size": 0}, r"fsdp_size .* must be a whole number of at least 1, not 0"),
         (
@@ -102,7 +103,10 @@ def test_what_is_unknown_wrong_or_decided_elsewhere_is_refused_by_name(
 
 def test_numbers_of_ranks_can_be_left_out() -> None:
     options = FsdpOptions(
-        gradient_checkpointing=True, ulysses_sequence_parallel_size=4, fsdp_size=8
+        gradient_checkpointing=True,
+        ulysses_sequence_parallel_size=4,
+        fsdp_size=8,
+        expert_parallel_size=2,
     )
     assert options.on_other_ranks() == FsdpOptions(gradient_checkpointing=True)
 
@@ -118,6 +122,11 @@ def test_a_group_larger_than_the_ranks_is_refused(load: Load) -> None:
         ValueError, match="ulysses_sequence_parallel_size 2 does not divide the 1 trainer ranks"
     ):
         fsdp2_policy(load, SPEC, options=FsdpOptions(ulysses_sequence_parallel_size=2))
+
+
+def test_experts_that_a_model_lacks_are_not_divided(load: Load) -> None:
+    with pytest.raises(ValueError, match="size is 2, but the model has no experts: leave it out"):
+        fsdp2_policy(load, SPEC, options=FsdpOptions(expert_parallel_size=2))
 
 
 def test_a_model_that_does_not_hand_its_sequences_down_to_its_attention_is_found_out() -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora
 from agenticrun_workers.models.pretrained import load_model
+from agenticrun_workers.models.stored_names import stored_weights
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.samples import Sample
@@ -105,6 +106,66 @@ def test_a_dense_model_has_no_router_metrics(load_float32: Callable[[], PreTrain
     assert not [name for name in policy.train_step(samples, LOSS) if name.startswith("router/")]
 
 
-def test_adapters_of_a_mixture_are_refused(mixture: PreTrainedModel) -> None:
-    with pytest.raises(UnknownTarget, match="adapters of a mixture of experts are not offered yet"):
-        add_lora(copy.deepcopy(mixture), LoraSpec())
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "mixtral"])
+def test_adapters_of_a_mixture_go_into_its_linear_layers(kind: str) -> None:
+    model = add_lora(small(kind), LoraSpec(rank=2))
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    layers = {
+        name.partition(".lora_")[0].removeprefix("model.layers.").partition(".")[2]
+        for name in trained
+    }
+    shared = {f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+    expected = {f"self_attn.{name}_proj" for name in "qkvo"}
+    if kind == "qwen2_moe":
+        expected |= shared | {"mlp.shared_expert_gate"}
+    assert layers == expected
+
+
+def test_adapters_leave_the_experts_as_they_are(
+    mixture: PreTrainedModel, samples: list[Sample]
+) -> None:
+    policy = fsdp2_policy(
+        lambda: add_lora(copy.deepcopy(mixture), LoraSpec(rank=2)), SPEC, packing=True
+    )
+    policy.train_step(samples, LOSS)
+    before = dict(stored_weights(mixture, mixture.named_parameters()))
+    changed = {
+        name
+        for name, weight in policy.export_weights()
+        if not torch.equal(weight, before.pop(name))
+    }
+    assert before == {}
+    assert {name.rpartition(".self_attn.")[2] for name in changed} == {
+        f"{name}_proj.weight" for name in "qkvo"
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("down_proj", "down_proj holds all experts, which adapters leave as they are"),
+        ("gate", "gate is a Qwen3MoeTopKRouter, adapters go into linear layers"),
+    ],
+)
+def test_adapters_of_experts_and_routers_are_refused(
+    mixture: PreTrainedModel, target: str, message: str
+) -> None:
+    with pytest.raises(UnknownTarget, match=message):
+        add_lora(copy.deepcopy(mixture), LoraSpec(target_modules=("q_proj", target)))
+
+
+def small(kind: str) -> PreTrainedModel:
+    fields = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts" if kind == "mixtral" else "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
+    return model

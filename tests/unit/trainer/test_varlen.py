@@ -173,7 +173,7 @@ def small(name: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3", "mistral", "qwen2_moe"])
 def test_models_that_hand_arguments_to_their_attention_use_it(name: str) -> None:
     decoder = small(name).get_decoder()
     assert try_varlen(decoder, CPU)
@@ -188,8 +188,9 @@ def test_models_that_hand_arguments_to_their_attention_use_it(name: str) -> None
             attn_implementation="eager",
         ).eval(),
         lambda: small("bloom"),
+        lambda: small("qwen2_moe", use_sliding_window=True, sliding_window=4),
     ],
-    ids=["eager", "bloom"],
+    ids=["eager", "bloom", "window in the mask only"],
 )
 def test_other_models_keep_their_own_attention(model: Callable[[], PreTrainedModel]) -> None:
     decoder = model().get_decoder()

@@ -32,8 +32,8 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 MAX_TOKENS_PER_MICRO_BATCH = 16_777_216
 
 
-_OTHER_EXPERTS = re.compile(r"DeepSeek-(V[23]|R1$)|gpt-oss|GLM-4\.[5-9]", re.IGNORECASE)
-"""Mixtures of experts that are not offered."""
+_QUANTIZED = re.compile(r"DeepSeek-(V3|R1$)|gpt-oss|-(FP8|AWQ|GPTQ)\b", re.IGNORECASE)
+"""Models of which the hub has quantised weights."""
 _SEVERAL = re.compile(r"-(VL|Omni)\b|Vision|LLaVA|Qwen3\.5", re.IGNORECASE)
 
 
@@ -44,12 +44,12 @@ def model(top: View, notes: Notes) -> Spec:
         notes.undecided(
             field, None, "names no model: write it into spec.model.path", covers="spec.model"
         )
-    elif _OTHER_EXPERTS.search(path):
+    elif _QUANTIZED.search(path):
         notes.undecided(
             field,
             path,
-            "a mixture of experts of a type that is not offered yet: write another model into "
-            "spec.model.path, such as Qwen/Qwen3-30B-A3B",
+            "its weights are quantised, which is not trained: write a copy in bfloat16 into "
+            "spec.model.path, or another model, such as Qwen/Qwen3-30B-A3B",
         )
     elif _SEVERAL.search(path):
         notes.undecided(

@@ -28,7 +28,9 @@ TRAINERS = {"fsdp2_train": "fsdp2", "megatron_train": "megatron", "deepspeed_tra
 ENGINES = {"hf_infer": "transformers", "sglang": "sglang", "vllm": "vllm"}
 
 
-MIXTURE = re.compile(r"-A\d+(\.\d+)?B\b|MoE\b|Mixtral|OLMoE", re.IGNORECASE)
+MIXTURE = re.compile(
+    r"-A\d+(\.\d+)?B\b|MoE\b|Mixtral|OLMoE|DeepSeek-V\d|GLM-4\.[5-9]|gpt-oss", re.IGNORECASE
+)
 """Names of mixtures of experts."""
 NOT_OFFERED = {
     "virtual_pipeline_model_parallel_size": (

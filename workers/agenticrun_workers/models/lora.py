@@ -50,37 +50,31 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int = 0) -> PreTraine
     """Add adapters to `model`, in place, and freeze everything else.
 
     The adapters have float32 or the model's wider dtype. Those of a model without data (on the meta
-    device) have data, on the CPU.
+    device) have data, on the CPU. The experts of a mixture and its routers stay frozen, unless the
+    routers are linear layers.
 
     Args:
         seed: of A; B is zero. All ranks must pass the same.
 
     Raises:
-        UnknownTarget: no linear layer has a name in `target_modules`, or the output layer has it;
-            or the model is a mixture of experts.
+        UnknownTarget: no linear layer has a name in `target_modules`, or the output layer has it.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    from agenticrun_workers.models.shape import EXPERTS
-
-    if any(EXPERTS in name for name, _ in model.named_parameters()):
-        raise UnknownTarget(
-            "adapters of a mixture of experts are not offered yet: leave lora out, or train a "
-            "dense model"
-        )
-    _check_targets(model, spec.target_modules)
-    targets = list(spec.target_modules) or "all-linear"
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # any number
-        target_modules=targets,
+        target_modules=_targets(model, spec.target_modules),
         lora_dropout=0.0,
     )
+    # peft translates the targets of a transformers model: all layers, or those of shared experts,
+    # into the parameters of all experts. It knows such a model by its config.
+    without_config = nn.ModuleDict({"model": model})
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _stand_ins(model):
         # peft detects which layers hold their weight transposed
         warnings.filterwarnings("ignore", "fan_in_fan_out")
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+        inject_adapter_in_model(config, without_config, adapter_name=ADAPTER)
     return model
 
 
@@ -257,21 +251,42 @@ def _rule(layer: Any) -> MergeRule:
     return layer.scaling[ADAPTER], layer.fan_in_fan_out
 
 
-def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+def _targets(model: PreTrainedModel, targets: tuple[str, ...]) -> list[str]:
+    """Return the names of the layers that get adapters.
+
+    Raises:
+        UnknownTarget: see `add_lora`.
+    """
     from transformers.pytorch_utils import Conv1D
 
+    from agenticrun_workers.models.stored_names import stored_parts
+
+    layers = dict(model.named_modules())
+    output = model.get_output_embeddings()
+    chosen = [
+        name
+        for name, layer in layers.items()
+        if isinstance(layer, nn.Linear | Conv1D) and layer is not output
+    ]
     for target in targets:
-        found = {
-            name: layer
-            for name, layer in model.named_modules()
-            if name == target or name.endswith(f".{target}")
-        }
+        found = {name for name in layers if name == target or name.endswith(f".{target}")}
         if not found:
+            if any(name.endswith(f".{target}") for name, _ in model.named_parameters()):
+                raise UnknownTarget(f"{target} holds all experts, which adapters leave as they are")
             raise UnknownTarget(f"the model has no layer {target}")
-        for name, layer in found.items():
-            if layer is model.get_output_embeddings():
+        for name in found:
+            if layers[name] is output:
                 raise UnknownTarget(f"{name} is the output layer, which adapters leave as it is")
-            if not isinstance(layer, nn.Linear | Conv1D):
+            if name not in chosen:
                 raise UnknownTarget(
-                    f"{name} is a {type(layer).__name__}, adapters go into linear layers"
+                    f"{name} is a {type(layers[name]).__name__}, adapters go into linear layers"
                 )
+    if targets:
+        chosen = [name for name in chosen if any(f".{name}".endswith(f".{t}") for t in targets)]
+    for name in chosen:
+        weight = f"{name}.weight"
+        empty = torch.empty(model.get_parameter(weight).shape, device="meta")
+        # Engines merge adapters into weights by the names of the files.
+        if list(stored_parts(model, weight, empty)) != [weight]:
+            raise UnknownTarget(f"{name} has another name in the files of the model: leave it out")
+    return chosen

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -28,6 +29,7 @@ from agenticrun_workers.models.devices import compute_device
 from agenticrun_workers.models.folder import ModelLoadError as ModelLoadError  # noqa: PLC0414  # of load_model
 from agenticrun_workers.models.folder import check_config, check_weights, stored_shapes
 from agenticrun_workers.models.lora import hidden_adapters
+from agenticrun_workers.models.shape import float32_parts
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.models.stored_names import has_stored_names
 
@@ -39,12 +41,6 @@ disable_progress_bar()
 EXPERTS = re.compile(r"(^|\.)(router|router_gate|\w*experts?)(\.|$)")
 """Names of layers that only a mixture of experts has. The counts in a config say nothing: many
 classes of dense models have a default for them."""
-
-MIXTURES = frozenset({"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
-"""Types of mixtures of experts that are compared with transformers: docs/model-types.md."""
-
-SEPARATE_EXPERT = re.compile(r"experts\.\d")
-"""Names of experts that are modules of their own."""
 
 OTHER_MODALITIES = {"vision_config", "audio_config"}
 """Parts of configs of models that read more than text, although they are language models."""
@@ -77,30 +73,55 @@ def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConf
             f"{path} is a model of several modalities ({config.model_type}), which is not offered "
             "yet: train a text-only model, such as the language model that it was built from"
         )
-    if not _offers_experts(config, trust_remote_code=trust_remote_code):
+    if quantized := getattr(config, "quantization_config", None):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise ModelLoadError(
-            f"{path} is a mixture of experts ({config.model_type}), which is not offered yet: "
-            "train a dense model, such as Qwen3 or Llama"
+            f"the weights of {path} are quantised ({method or 'by quantization_config'}), which is "
+            "not trained: take a copy of the model in bfloat16"
+        )
+    if reason := _why_no_mixture(config, trust_remote_code=trust_remote_code):
+        raise ModelLoadError(
+            f"{path} is a mixture of experts ({config.model_type}) that is not offered, because "
+            f"{reason}: train a model of another type (docs/model-types.md lists them)"
         )
     return config
 
 
-def _offers_experts(config: PretrainedConfig, *, trust_remote_code: bool) -> bool:
-    """Return False if a model of this config has experts that cannot be trained or exported.
+def _why_no_mixture(config: PretrainedConfig, *, trust_remote_code: bool) -> str:
+    """Return why a model of this config cannot be trained or exported as a mixture of experts.
 
-    FSDP needs a gradient of each parameter on all ranks, so the experts of a layer must share their
-    parameters. Engines must be able to load what is exported.
+    Empty for a model that can, and for dense models.
     """
     try:
         model = make_without_data(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a model's own code, too; a load of the weights names the cause
         log.debug("no model can be made from the config alone: %r", error)
-        return True
-    names = [name for name, _ in model.named_modules()]
-    if not any(EXPERTS.search(name) for name in names):
-        return True
-    apart = any(SEPARATE_EXPERT.search(name) for name in names)
-    return config.model_type in MIXTURES and not apart and has_stored_names(model)
+        return ""
+    modules = dict(model.named_modules())
+    if not any(EXPERTS.search(name) for name in modules):
+        return ""
+    # FSDP needs a gradient of each parameter on all ranks, so the experts of a layer, of which a
+    # batch may use a few only, must share their parameters.
+    layers = [part for name, part in modules.items() if name.rpartition(".")[2] == "experts"]
+    if not layers or not all(map(_is_fused, layers)):
+        return "its experts are not the rows of weights that a layer has for all of them"
+    # Engines must be able to load what is exported.
+    if not has_stored_names(model):
+        return "transformers does not write its weights one by one under the names of its files"
+    # FSDP computes a module in one dtype.
+    if wide := float32_parts(model)[1]:
+        return f"{wide[0]} must stay in float32 in a module that computes in bfloat16"
+    return ""
+
+
+def _is_fused(experts: torch.nn.Module) -> bool:
+    """Return True if all parameters have the expert as their first dimension."""
+    own = list(experts.parameters(recurse=False))
+    return (
+        bool(own)
+        and len(own) == len(list(experts.parameters()))
+        and len({len(parameter) for parameter in own}) == 1
+    )
 
 
 def count_parameters(path: str, *, trust_remote_code: bool = False) -> int:
@@ -179,6 +200,11 @@ def load_model(
     if distribute is None:
         with _naming(path), MAKING:
             model, report = AutoModelForCausalLM.from_pretrained(path, **arguments)
+        # Biases of routers, which transformers makes trainable when it loads them.
+        made = make_without_data(config, trust_remote_code=trust_remote_code)
+        for name, parameter in made.named_parameters():
+            if not parameter.requires_grad:
+                model.get_parameter(name).requires_grad = False
     else:
         model, report = _read_shards(path, arguments, distribute, output_layer)
     if getattr(model, "_hf_peft_config_loaded", False):  # of a model on the hub
@@ -410,11 +436,12 @@ def write_model(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tens
     save_torch_state_dict(
         {name: weight.detach().contiguous() for name, weight in weights.items()}, folder
     )
-    dtypes = {weight.dtype for weight in weights.values()}
+    elements: Counter[torch.dtype] = Counter()
+    for weight in weights.values():
+        elements[weight.dtype] += weight.numel()
     config = type(model.config)(**model.config.to_dict())
     config.architectures = [type(model).__name__]
-    if len(dtypes) == 1:
-        config.dtype = dtypes.pop()
+    config.dtype = elements.most_common(1)[0][0]  # biases of routers are wider
     config.save_pretrained(folder)
     _write_usual_names(folder / "config.json", config)
     if model.can_generate():

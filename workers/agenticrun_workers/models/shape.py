@@ -6,8 +6,9 @@ torch is imported inside functions, because the driver imports this module.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,66 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 EXPERTS = ".experts."
-"""Part of the names of parameters of which a token uses only those of its own experts."""
+"""Part of the names of parameters of which a token uses only those of its own experts. Their first
+dimension is the expert."""
+
+
+def check_experts(experts: int, ranks: int, *, copies: int = 1, expert_parallel: int = 1) -> None:
+    """Check that each rank gets experts of a layer, as the load of its shard needs.
+
+    Args:
+        experts: of the layer; 0 for a dense model.
+        ranks: of the trainer.
+        copies: of the model, each on as many ranks (`fsdp_size`).
+        expert_parallel: ranks that divide the experts, and exchange tokens
+            (`expert_parallel_size`). FSDP spreads the part of each over the other ranks of a copy.
+
+    Raises:
+        ValueError: an option does not divide what it must, or a rank gets no expert; with the
+            arithmetic and the remedy.
+    """
+    shards = ranks // copies
+
+    def has_rows(rows: int, parts: int) -> bool:
+        # FSDP2 gives each rank as many rows as the first one, until none is left.
+        return -(-rows // parts) * (parts - 1) < rows
+
+    def fits(shards: int, size: int) -> bool:
+        return (
+            not shards % size and not experts % size and has_rows(experts // size, shards // size)
+        )
+
+    if experts == 0:
+        if expert_parallel > 1:
+            raise ValueError(
+                f"expert_parallel_size is {expert_parallel}, but the model has no experts: leave "
+                "it out"
+            )
+        return
+    if fits(shards, expert_parallel):
+        return
+    sizes = [size for size in range(1, shards + 1) if fits(shards, size)]
+    take = f"set expert_parallel_size to {' or '.join(map(str, sizes))}"
+    if not sizes:
+        best = max(n for n in range(1, ranks + 1) if ranks % n == 0 and fits(n, 1))
+        also = ", and leave expert_parallel_size out" if expert_parallel > 1 else ""
+        take = f"set fsdp_size to {best}{also}"
+    if shards % expert_parallel:
+        raise ValueError(
+            f"expert_parallel_size {expert_parallel} does not divide the {shards} ranks that share "
+            f"a copy of the model: {take}"
+        )
+    if experts % expert_parallel:
+        raise ValueError(
+            f"expert_parallel_size {expert_parallel} does not divide the {experts} experts of a "
+            f"layer: {take}"
+        )
+    part, over = experts // expert_parallel, shards // expert_parallel
+    of = f" ({experts} / expert_parallel_size {expert_parallel})" if expert_parallel > 1 else ""
+    raise ValueError(
+        f"the {part} experts{of} of a layer cannot be spread over {over} ranks, because one would "
+        f"hold none: {take}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +97,33 @@ class Weight:
     def numel(self) -> int:
         return prod(self.shape)
 
-    def local(self, ranks: int, rank: int = 0) -> int:
+    @property
+    def of_experts(self) -> bool:
+        return EXPERTS in self.name
+
+    def local(self, ranks: int, rank: int = 0, *, expert_parallel: int = 1) -> int:
         """Return how many of its elements are on a rank.
 
         FSDP2 gives each rank as many rows as the first one, which has the most, until none is left.
+
+        Args:
+            ranks: of one copy of the model.
+            rank: one of them.
+            expert_parallel: neighbouring ones of them that divide the experts first.
         """
+        if self.of_experts and expert_parallel > 1:
+            return self.divided(expert_parallel).local(
+                ranks // expert_parallel, rank // expert_parallel
+            )
         rows, *rest = self.shape
         most = -(-rows // ranks)
         return max(0, min(most, rows - rank * most)) * prod(rest)
+
+    def divided(self, expert_parallel: int) -> Weight:
+        """Return the part of one of so many ranks that divide the experts."""
+        if not self.of_experts:
+            return self
+        return replace(self, shape=(self.shape[0] // expert_parallel, *self.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +166,7 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """Parameters that a token uses: of a mixture, without the other experts."""
-        experts = sum(weight.numel for weight in self.weights if EXPERTS in weight.name)
+        experts = sum(weight.numel for weight in self.weights if weight.of_experts)
         return self.parameters - experts + experts * self.experts_used // self.experts
 
     @property
@@ -123,6 +202,11 @@ class ModelShape:
     def local(self, ranks: int) -> int:
         """Return the elements of all parameters on the first rank, which has the most."""
         return sum(weight.local(ranks) for weight in self.weights)
+
+    def divided(self, expert_parallel: int) -> ModelShape:
+        """Return what FSDP sees of the model on one of so many ranks that divide the experts."""
+        weights = tuple(weight.divided(expert_parallel) for weight in self.weights)
+        return replace(self, weights=weights)
 
     def adapters(self, rank: int, targets: Sequence[str] = ()) -> Iterator[Weight]:
         """Return the two weights of each LoRA adapter (`LoraSpec`)."""
@@ -160,6 +244,26 @@ def fsdp_units(decoder: PreTrainedModel, head: nn.Module | None) -> FsdpUnits:
     if head is not None and head.weight is embedding.weight:
         return FsdpUnits(layers, [])
     return FsdpUnits(layers, [part for part in (embedding, head) if part is not None])
+
+
+def float32_parts(model: PreTrainedModel) -> tuple[list[nn.Module], list[str]]:
+    """Return what of a model in bfloat16 must compute in float32, such as some routers.
+
+    Returns:
+        modules all of whose parameters must, and the names of such parameters in other modules.
+    """
+    import torch
+
+    words = "|".join(map(re.escape, model._get_dtype_plan(torch.bfloat16)))
+    names = [name for name, _ in model.named_parameters()] if words else []
+    left = {name for name in names if re.search(rf"(^|\.)({words})(\.|$)", name)}
+    parts = []
+    for path, part in model.named_modules():  # a module comes before its parts
+        inner = {f"{path}.{name}" for name, _ in part.named_parameters()}
+        if inner and inner <= left:
+            parts.append(part)
+            left -= inner
+    return parts, sorted(left)
 
 
 def source_shape(source: ModelSource) -> ModelShape:
@@ -223,8 +327,7 @@ def read_shape(
     kv_heads = number("num_key_value_heads", default=heads)
     head_size = number("head_dim", default=hidden // max(1, heads))
     dense = number("intermediate_size", default=4 * hidden)
-    mixed = any(EXPERTS in weight.name for weight in weights)
-    experts = number("num_experts", "num_local_experts", "n_routed_experts", default=1)
+    experts = next((weight.shape[0] for weight in weights if weight.of_experts), 0)
     used = number("num_experts_per_tok", default=1)
     expert_size = number("moe_intermediate_size", default=dense)
     return ModelShape(
@@ -236,10 +339,10 @@ def read_shape(
         query=heads * head_size,
         key_value=kv_heads * head_size,
         kv_heads=kv_heads,
-        mlp=used * expert_size if mixed else dense,
+        mlp=used * expert_size if experts else dense,
         vocabulary=number("vocab_size", default=0),
         tied=head is not None and head.weight is model.get_input_embeddings().weight,
-        experts=experts if mixed else 1,
-        experts_used=used if mixed else 1,
+        experts=experts or 1,
+        experts_used=used if experts else 1,
         qk_norm=any("q_norm" in weight.name for weight in weights),
     )

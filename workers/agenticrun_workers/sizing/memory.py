@@ -14,7 +14,7 @@ from typing import Any, Literal
 from agenticrun_api import AgenticRunSpec, Role
 from agenticrun_api.training import Training
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.models.shape import ModelShape, Weight
+from agenticrun_workers.models.shape import ModelShape, Weight, check_experts
 from agenticrun_workers.sizing.gpus import GIB
 
 MASTER = 4
@@ -39,6 +39,8 @@ SESSIONS = 256
 """Responses that an engine computes at once, if nothing else limits them."""
 FRACTIONS = {"sglang": ("mem_fraction_static", 0.85), "vllm": ("gpu_memory_utilization", 0.9)}
 """The option that limits an engine's share of a GPU, and its default."""
+
+OPTIONS = "spec.pipeline.actorTrain.strategy.config"
 
 RECOMPUTE = "gradient_checkpointing"
 """The option of fsdp2 and deepspeed that recomputes layers in the backward pass."""
@@ -92,6 +94,8 @@ class Layout:
     distributed_optimizer: bool = True
     copies: int = 1
     """Copies of the model that fsdp2 shards (HSDP)."""
+    expert_parallel: int = 1
+    """Ranks that divide the experts of fsdp2."""
 
     @property
     def plain(self) -> bool:
@@ -133,12 +137,13 @@ def layout_of(
     """
     given = config.get("zero_optimization")
     zero = given if isinstance(given, Mapping) else {}
-    field = "spec.pipeline.actorTrain.strategy.config"
 
     def number(name: str, default: int = 1) -> int:
         value = config.get(name, default)
         if type(value) is not int or (value < 1 and value != default):
-            raise InvalidConfig(f"{field}.{name}", f"must be a number of at least 1, not {value!r}")
+            raise InvalidConfig(
+                f"{OPTIONS}.{name}", f"must be a number of at least 1, not {value!r}"
+            )
         return value
 
     tensor = number("tensor_model_parallel_size")
@@ -161,15 +166,27 @@ def layout_of(
         tensor=tensor,
         distributed_optimizer=bool(config.get("use_distributed_optimizer", True)),
         copies=max(1, ranks // shards) if shards > 0 else 1,
+        expert_parallel=number("expert_parallel_size"),
     )
 
 
 def policy_layout(spec: AgenticRunSpec) -> Layout:
-    """Return the layout of the policy on the trainer's ranks."""
+    """Return the layout of the policy on the trainer's ranks.
+
+    Raises:
+        InvalidConfig: an option that must be a number is none, or does not divide the ranks.
+    """
     train = spec.pipeline.actor_train
     tokens = _micro_batch(spec, train.training, Role.TRAINER)
     ranks = spec.actors(Role.TRAINER)
-    return layout_of(train.strategy.name, train.strategy.config, ranks, element(spec), tokens)
+    name, config = train.strategy.name, train.strategy.config
+    layout = layout_of(name, config, ranks, element(spec), tokens)
+    shards = config.get("fsdp_size", -1)
+    if name == "fsdp2" and shards > 0 and ranks % shards:
+        raise InvalidConfig(
+            f"{OPTIONS}.fsdp_size", f"{shards} does not divide the {ranks} trainer ranks"
+        )
+    return layout
 
 
 def scoring_layout(spec: AgenticRunSpec, role: Role) -> Layout:
@@ -187,6 +204,7 @@ def scoring_layout(spec: AgenticRunSpec, role: Role) -> Layout:
         offload=policy.offload,
         reshard=policy.reshard,
         copies=1 if own else policy.copies,
+        expert_parallel=1 if own else policy.expert_parallel,
     )
 
 
@@ -237,24 +255,24 @@ def model_memory(
     weights, gradients, optimizer = layout.shards
     trained = shape.weights if adapters is None else adapters
     state: list[Item] = []
-    exact = layout.strategy == "fsdp2"
+    fsdp2 = layout.strategy == "fsdp2"
     if adapters is not None:
-        frozen = layout.compute if exact else MASTER
-        state.append(_sharded(f"{role}frozen weights", shape.weights, frozen, weights))
-    size = MASTER if exact else layout.compute
-    state.append(_sharded(f"{role}weights", trained, size, weights, exact=exact))
-    state.append(_sharded(f"{role}gradients", trained, MASTER, gradients, exact=exact))
-    masters = 0 if exact or layout.compute == MASTER else MASTER
+        frozen = layout.compute if fsdp2 else MASTER
+        state.append(_sharded(f"{role}frozen weights", shape.weights, frozen, weights, layout))
+    size = MASTER if fsdp2 else layout.compute
+    state.append(_sharded(f"{role}weights", trained, size, weights, layout))
+    state.append(_sharded(f"{role}gradients", trained, MASTER, gradients, layout))
+    masters = 0 if fsdp2 or layout.compute == MASTER else MASTER
     moments = _sharded(
         f"{role}AdamW{' and master weights' if masters else ''}",
         trained,
         MOMENTS + masters,
         optimizer,
-        exact=exact,
+        layout,
     )
     load = _load(shape, layout, role, state[0])
     whole = load if layout.strategy == "deepspeed" else ()
-    phases = _phases(shape, layout, role, adapters)
+    phases = _phases(shape.divided(layout.expert_parallel), layout, role, adapters)
     if layout.offload:
         return ModelMemory((), (*state, moments), load, whole, phases)
     if layout.offload_optimizer:
@@ -264,8 +282,9 @@ def model_memory(
 
 def frozen_memory(shape: ModelShape, layout: Layout, role: str) -> ModelMemory:
     """Return the memory of one rank of a model that only scores."""
-    weights = _sharded(f"{role}weights", shape.weights, layout.compute, layout.shards[0])
-    gathered = () if layout.plain else (_gathered(shape, layout, role),)
+    weights = _sharded(f"{role}weights", shape.weights, layout.compute, layout.shards[0], layout)
+    part = shape.divided(layout.expert_parallel)
+    gathered = () if layout.plain else (_gathered(part, layout, role),)
     size = layout.compute * layout.tokens * (2 * shape.query + 2 * shape.mlp + 6 * shape.hidden)
     forward = Item(f"{role}activations of a layer", size, f"{layout.tokens:,} tokens")
     phases = {"scoring": (*gathered, forward, _logits(shape, layout, role))}
@@ -275,13 +294,16 @@ def frozen_memory(shape: ModelShape, layout: Layout, role: str) -> ModelMemory:
     return ModelMemory((weights,), (), load, (), phases)
 
 
-def _sharded(
-    name: str, weights: Iterable[Weight], size: int, ranks: int, *, exact: bool = True
-) -> Item:
+def _sharded(name: str, weights: Iterable[Weight], size: int, ranks: int, layout: Layout) -> Item:
     """Return an item of so many bytes for each element, divided over ranks."""
     found = tuple(weights)
     count = sum(weight.numel for weight in found)
-    local = sum(weight.local(ranks) for weight in found) if exact else count / ranks
+    parts = layout.expert_parallel
+    local = (
+        sum(weight.local(ranks, expert_parallel=parts) for weight in found)
+        if layout.strategy == "fsdp2"
+        else count / ranks
+    )
     over = f" / {ranks} ranks" if ranks > 1 else ""
     return Item(name, size * local, f"{billions(count)} x {size} bytes{over}")
 
@@ -452,12 +474,16 @@ def trainer_memory(spec: AgenticRunSpec, shapes: Mapping[Role, ModelShape]) -> M
     Args:
         spec: the run's.
         shapes: of the policy (`Role.TRAINER`), the reference and the critic.
+
+    Raises:
+        InvalidConfig: the ranks cannot divide the experts of a model.
     """
     pipeline = spec.pipeline
     lora = pipeline.actor_train.lora
-    policy = shapes[Role.TRAINER]
+    policy, layout = shapes[Role.TRAINER], policy_layout(spec)
+    _require_experts(policy, layout)
     adapters = None if lora is None else policy.adapters(lora.rank, lora.target_modules)
-    models = [model_memory(policy, policy_layout(spec), "", lora=adapters)]
+    models = [model_memory(policy, layout, "", lora=adapters)]
     if pipeline.uses_reference and not spec.roles.has(Role.REFERENCE):
         models.append(scorer_memory(spec, shapes, Role.REFERENCE, "reference: "))
     if pipeline.uses_critic and not spec.roles.has(Role.CRITIC):
@@ -468,14 +494,35 @@ def trainer_memory(spec: AgenticRunSpec, shapes: Mapping[Role, ModelShape]) -> M
 def scorer_memory(
     spec: AgenticRunSpec, shapes: Mapping[Role, ModelShape], role: Role, prefix: str = ""
 ) -> ModelMemory:
-    """Return the memory of a rank of the reference or the critic."""
+    """Return the memory of a rank of the reference or the critic.
+
+    Raises:
+        InvalidConfig: the ranks cannot divide the experts of the model.
+    """
     layout = scoring_layout(spec, role)
+    _require_experts(shapes[role], layout)
     if role is Role.REFERENCE:
         return frozen_memory(shapes[role], layout, prefix)
     assert spec.pipeline.critic is not None
     own = role if spec.roles.has(role) else Role.TRAINER
     tokens = _micro_batch(spec, spec.pipeline.critic.training, own)
     return model_memory(shapes[role], replace(layout, tokens=tokens), prefix)
+
+
+def _require_experts(shape: ModelShape, layout: Layout) -> None:
+    """Raise `InvalidConfig` if the ranks cannot divide or spread the experts of a layer."""
+    if layout.strategy != "fsdp2":
+        return
+    try:
+        for experts in {weight.shape[0] for weight in shape.weights if weight.of_experts} or {0}:
+            check_experts(
+                experts,
+                layout.ranks,
+                copies=layout.copies,
+                expert_parallel=layout.expert_parallel,
+            )
+    except ValueError as error:
+        raise InvalidConfig(OPTIONS, str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

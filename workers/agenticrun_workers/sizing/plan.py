@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil
@@ -10,6 +10,7 @@ from math import ceil
 from agenticrun_api import AgenticRun, AgenticRunSpec, InvalidRun, Role, parse_run
 from agenticrun_api.overrides import with_overrides
 from agenticrun_api.quantities import quantity
+from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.shape import ModelShape
 from agenticrun_workers.sizing.gpus import GIB, Gpu
 from agenticrun_workers.sizing.memory import (
@@ -289,10 +290,14 @@ def _changes(run: AgenticRun, plan: Plan, shapes: Shapes, gpu: Gpu) -> Iterator[
         other = changed(settings)
         if other is None:
             return None
+        try:
+            places = tuple(_places(other.spec, shapes, gpu))
+        except InvalidConfig:  # more ranks than experts
+            return None
         # No suggestion leaves the GPU of a rank without its margin.
         return [
             place
-            for place in _places(other.spec, shapes, gpu)
+            for place in places
             if place.kind in kinds
             and (
                 place.fit is Fit.TOO_LARGE
@@ -314,7 +319,10 @@ def _changes(run: AgenticRun, plan: Plan, shapes: Shapes, gpu: Gpu) -> Iterator[
             return
     ranks = any(place.role is not Role.INFERENCE for place in plan.too_large(Kind.GPU))
     found: list[tuple[set[str], int]] = []
-    for why, settings in _rank_candidates(run.spec) if ranks else [("", ())]:
+    candidates: Iterable[tuple[str, tuple[str, ...]]] = [("", ())]
+    if ranks:
+        candidates = _rank_candidates(run.spec, shapes[Role.TRAINER])
+    for why, settings in candidates:
         both = (*settings, *engine)
         if ranks and too_large(both, Kind.GPU) != []:
             continue
@@ -353,7 +361,9 @@ def _engine_candidates(spec: AgenticRunSpec) -> Iterator[tuple[str, ...]]:
             yield (f"pipeline.actorInfer.strategy.config.{option}={size}", *more)
 
 
-def _rank_candidates(spec: AgenticRunSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _rank_candidates(
+    spec: AgenticRunSpec, policy: ModelShape
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Return settings with which ranks need less, and what they do; the nearest first."""
     train = spec.pipeline.actor_train
     layout = policy_layout(spec)
@@ -366,6 +376,13 @@ def _rank_candidates(spec: AgenticRunSpec) -> Iterator[tuple[str, tuple[str, ...
     first: list[tuple[str, tuple[str, ...]]] = [("", ())]
     if not layout.recompute and train.strategy.name != "megatron":
         first.append(("recomputation", (f"{config}.{RECOMPUTE}=true",)))
+    gpus = spec.roles.of(Role.TRAINER).gpus
+    if train.strategy.name == "fsdp2" and policy.experts > 1 and layout.expert_parallel == 1 < gpus:
+        divide = f"{config}.expert_parallel_size={gpus}"
+        first += [
+            (" and ".join(filter(None, (why, "divided experts"))), (*settings, divide))
+            for why, settings in first
+        ]
     if layout.compute == MASTER:
         first += [
             (" and ".join(filter(None, ("bfloat16", why))), ("model.dtype=bfloat16", *settings))

@@ -129,10 +129,16 @@ def _pass(
         return _longest(name, compute=compute)
     # Each micro-batch gathers all units, when it trains twice, and then reduces the gradients.
     sent = layout.compute * (1 + trains) + (MASTER if trains else 0)
-    share = (layout.ranks - 1) / layout.ranks
+    divided = shape.divided(layout.expert_parallel)
+    experts = sum(weight.numel for weight in divided.weights if weight.of_experts)
+    units = (divided.parameters - experts) * (1 - 1 / layout.ranks)
+    units += experts * (1 - layout.expert_parallel / layout.ranks)
+    # Divided experts get their tokens from other ranks, and send the results back.
+    hops = 2 * passes * shape.layers * shape.experts_used * (1 - 1 / layout.expert_parallel)
+    exchanged = tokens * hops * shape.hidden * layout.compute
     one_node = spec.roles.replicas(Role.TRAINER) == 1
     batches = max(1.0, tokens / layout.tokens)
-    links = batches * sent * shape.parameters * share / (gpu.link if one_node else gpu.network)
+    links = (batches * sent * units + exchanged) / (gpu.link if one_node else gpu.network)
     return _longest(name, compute=compute, links=links)
 
 

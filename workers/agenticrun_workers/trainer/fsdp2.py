@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.attention.varlen
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -28,7 +28,13 @@ from transformers import PreTrainedModel
 from agenticrun_workers.models.devices import HostCopies, compute_device, device_span
 from agenticrun_workers.models.lora import Adapters, whole_weights
 from agenticrun_workers.models.pretrained import ModelLoader
-from agenticrun_workers.models.shape import EXPERTS, FsdpUnits, fsdp_units
+from agenticrun_workers.models.shape import (
+    EXPERTS,
+    FsdpUnits,
+    check_experts,
+    float32_parts,
+    fsdp_units,
+)
 from agenticrun_workers.models.stored_names import stored_weights
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS
@@ -70,8 +76,8 @@ EXPENSIVE = [
 ]
 """Operators that selective recomputation does not repeat: matrix products and attention."""
 
-EXPERT_PARALLELISM = ("expert_model_parallel_size", "expert_parallel_size", "ep_size")
-"""Names that other trainers give to it."""
+EXPERT_PARALLELISM = ("expert_model_parallel_size", "ep_size")
+"""Names that other trainers give to `expert_parallel_size`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,10 @@ class FsdpOptions:
     """Number of neighbouring ranks that share one copy of the model; every other group of as many
     ranks holds another copy (HSDP). Gathers then stay inside a group, such as a node; only summed
     gradients travel between groups. Divides the ranks. -1: all ranks share one copy."""
+    expert_parallel_size: int = 1
+    """Number of neighbouring ranks that divide the experts of each layer and exchange tokens, so
+    that only the parts of a rank are gathered there. Divides the ranks that share a copy of the
+    model, and the experts."""
     offload_policy: bool = False
     """Parameters, gradients and optimizer state are in host memory; each layer moves to the GPU
     while it computes."""
@@ -112,10 +122,7 @@ class FsdpOptions:
                 field = DECIDED_ELSEWHERE[name]
                 raise ValueError(f"the option {name} of fsdp2 is decided by {field}: leave it out")
             if name in EXPERT_PARALLELISM:
-                raise ValueError(
-                    f"{name}: expert parallelism is not offered: leave it out, because fsdp2 "
-                    "spreads the experts over all ranks that share a copy of the model (fsdp_size)"
-                )
+                raise ValueError(f"{name}: fsdp2 calls it expert_parallel_size")
             if name not in types:
                 raise ValueError(f"fsdp2 has no option {name}; it has {', '.join(types)}")
             if name == "fsdp_size" and value == -1:
@@ -132,7 +139,7 @@ class FsdpOptions:
 
     def on_other_ranks(self) -> FsdpOptions:
         """Return the options for any number of ranks: those without a number of ranks in them."""
-        return replace(self, ulysses_sequence_parallel_size=1, fsdp_size=-1)
+        return replace(self, ulysses_sequence_parallel_size=1, fsdp_size=-1, expert_parallel_size=1)
 
     def copies(self, ranks: int) -> int:
         """Return the number of copies of the model.
@@ -160,6 +167,7 @@ def shard(
     dtype: torch.dtype,
     options: FsdpOptions,
     kept: nn.Module | None = None,
+    wide: Iterable[nn.Module] = (),
 ) -> None:
     """Fully shard a module over the ranks, layer by layer. Gradients are summed, not averaged.
 
@@ -171,6 +179,7 @@ def shard(
         dtype: of the computation. Parameters and gradients keep their own.
         options: of the run.
         kept: the layer that computes last.
+        wide: parts that compute in the dtype of their parameters.
     """
     own = kept_dtype(module)
     # Plain PyTorch: a single rank shards nothing, converts nothing and offloads nothing. With mixed
@@ -198,20 +207,64 @@ def shard(
         if options.offload_policy
         else OffloadPolicy()
     )
-    for unit in [*layers, module]:
+    size = options.expert_parallel_size
+    experts = expert_layers(module) if size > 1 else {}
+    meshes: dict[nn.Module, DeviceMesh] = {}
+    if experts:
+        grid = init_device_mesh(
+            device.type,
+            (copies, ranks.size // copies // size, size, 1),
+            mesh_dim_names=("copies", "shards", "experts", "alone"),
+        )
+        divide_experts(module, experts, grid)
+        over = grid["shards"] if copies == 1 else grid["copies", "shards"]
+        meshes = dict.fromkeys(experts.values(), over)
+    alone = dict.fromkeys(wide)
+    for unit in [*alone, *meshes, *layers, module]:
         # The backward pass of the last layer follows its forward pass at once: to free its weights
         # would only gather them twice.
         reshard = options.reshard_after_forward and unit is not module and unit is not kept
         fully_shard(
             unit,
-            mesh=mesh,
+            mesh=meshes.get(unit, mesh),
             reshard_after_forward=reshard,
-            mp_policy=precision,
+            # The weights of routers may be wider than the computation.
+            mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False)
+            if unit in alone
+            else replace(precision, cast_forward_inputs=unit not in meshes),
             offload_policy=offload,
         )
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+
+
+def expert_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the parts that compute with all experts of a layer, by name.
+
+    transformers gives all their classes this attribute.
+    """
+    return {name: part for name, part in module.named_modules() if hasattr(part, "is_concatenated")}
+
+
+def divide_experts(module: nn.Module, layers: Mapping[str, nn.Module], grid: DeviceMesh) -> None:
+    """Divide the experts of a module over the ranks, which exchange tokens in each layer.
+
+    Args:
+        module: whole; may be on the meta device.
+        layers: its `expert_layers`.
+        grid: its dimension `experts` is that of the division. `alone` has one rank: each has its
+            own tokens.
+    """
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    plan = {
+        f"{name}.{parameter}": "grouped_gemm"
+        for name, layer in layers.items()
+        for parameter, _ in layer.named_parameters(recurse=False)
+    }
+    plan |= dict.fromkeys(layers, "ep_dispatch_experts")
+    apply_expert_parallelism(module, grid["experts"], grid["alone"], plan, "all_to_all")
 
 
 def _output_layer(module: PolicyModule | ValueModule) -> nn.Module | None:
@@ -285,7 +338,6 @@ class ShardedModule(Generic[Module]):
 
     def _shard(self, model: PreTrainedModel, module: Module, dtype: torch.dtype | None) -> None:
         """Shard a module and everything of its model, which is on the meta device."""
-        self._check_experts(module)
         self._arrange(module, dtype, sharded=True)
         head = model.get_output_embeddings()
         # A critic does not use it, but the loader reads it.
@@ -293,26 +345,27 @@ class ShardedModule(Generic[Module]):
             shard(head, (), self.ranks, self.device, self.dtype, self._options)
 
     def _check_experts(self, module: Module) -> None:
-        """Raise `ValueError` if a rank would hold no expert: its shard could not be loaded."""
-        size = self.ranks.size
-
-        def spread(experts: int, ranks: int) -> bool:
-            return -(-experts // ranks) * (ranks - 1) < experts
-
-        for name, weight in module.named_parameters():
-            shards = size // self._options.copies(size)
-            if EXPERTS not in name or spread(len(weight), shards):
-                continue
-            best = max(n for n in range(1, size + 1) if size % n == 0 and spread(len(weight), n))
+        """Raise `ValueError` if the ranks cannot divide or spread the experts of each layer."""
+        size, parts = self.ranks.size, self._options.expert_parallel_size
+        weights = {name: weight for name, weight in module.named_parameters() if EXPERTS in name}
+        for experts in set(map(len, weights.values())) or {0}:
+            check_experts(experts, size, copies=self._options.copies(size), expert_parallel=parts)
+        divisible = {
+            f"{layer}.{name}"
+            for layer, part in expert_layers(module).items()
+            for name, _ in part.named_parameters(recurse=False)
+        }
+        if parts > 1 and (other := next((name for name in weights if name not in divisible), None)):
             raise ValueError(
-                f"the {len(weight)} experts of a layer cannot be spread over {shards} ranks, "
-                f"because one would hold none: set fsdp_size to {best}"
+                f"expert_parallel_size is {parts}, but {other} is no weight of all experts in the "
+                "form that can be divided: leave it out"
             )
 
     def _arrange(self, module: Module, dtype: torch.dtype | None, *, sharded: bool) -> None:
         module.eval()
         self.module: Module = module
         self.dtype: torch.dtype = dtype or kept_dtype(module)
+        self.wide: list[nn.Module] = []
         output: nn.Module | None = _output_layer(module)
         units: FsdpUnits = fsdp_units(module.decoder, output)
         head: nn.Module | None = output if output in units.ends else None
@@ -328,8 +381,20 @@ class ShardedModule(Generic[Module]):
                     recompute, layer.forward, use_reentrant=False, preserve_rng_state=False, **kept
                 )
         if sharded:
+            self._check_experts(module)
             parts = [*units.layers, *units.ends]
-            shard(module, parts, self.ranks, self.device, self.dtype, self._options, kept=head)
+            narrow = self.dtype != kept_dtype(module)
+            self.wide = float32_parts(module.decoder)[0] if narrow else []
+            shard(
+                module,
+                parts,
+                self.ranks,
+                self.device,
+                self.dtype,
+                self._options,
+                kept=head,
+                wide=self.wide,
+            )
             register_fsdp_forward_method(module, "run")
             if head is not None:
                 register_fsdp_forward_method(head, "score")
@@ -435,14 +500,17 @@ class Fsdp2Strategy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Tied parameters have the name that `named_parameters` gives."""
-        dtype = self.model.dtype
+        model, dtype = self.model.module.model, self.model.dtype
+        wide = {id(parameter) for part in self.model.wide for parameter in part.parameters()}
+        kept = {name for name, parameter in model.named_parameters() if id(parameter) in wide}
 
         def rounded(parameter: nn.Parameter) -> Tensor:
-            return whole(parameter.detach().to(dtype))
+            value = parameter.detach()
+            return whole(value if id(parameter) in wide else value.to(dtype))
 
-        model = self.model.module.model
         gathered = whole_weights(model, _whole, rounded)
-        weights = stored_weights(model, ((name, weight.to(dtype)) for name, weight in gathered))
+        rounds = ((name, value if name in kept else value.to(dtype)) for name, value in gathered)
+        weights = stored_weights(model, rounds)
         for named in weights:
             if self.ranks.rank == 0:
                 yield named

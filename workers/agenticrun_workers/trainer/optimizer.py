@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from agenticrun_workers.errors import ScheduleEnded
 from agenticrun_workers.models.devices import HostCopies
@@ -222,15 +224,39 @@ class Optimizer(StepCounts):
             NonFiniteGradient: more than `max_skipped_steps` times in a row.
         """
         first_broken = self._first_broken() if self.skip_budget_exhausted else None
-        norm = float(
-            whole(nn.utils.clip_grad_norm_(self._module.parameters(), self.spec.max_grad_norm))
-        )
+        norm = float(self._clip())
         if math.isfinite(norm):
             for group in self.adamw.param_groups:
                 group["lr"] = rate
             self.adamw.step()
         self.adamw.zero_grad()
         self.record_step(norm, scheduled=scheduled, first_broken=first_broken)
+        return norm
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients and return their norm before. Collective."""
+        of_meshes: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+                of_meshes.setdefault(mesh, []).append(parameter)
+        largest = self.spec.max_grad_norm
+        if len(of_meshes) < 2:
+            return whole(nn.utils.clip_grad_norm_(self._module.parameters(), largest))
+        # Divided experts are on a mesh of their own, and torch adds norms of one mesh only.
+        square = torch.zeros((), dtype=torch.float64)
+        for mesh, part in of_meshes.items():
+            gradients = [parameter.grad for parameter in part if parameter.grad is not None]
+            mine = nn.utils.get_total_norm([local(each) for each in gradients]).double() ** 2
+            assert isinstance(gradients[0], DTensor)
+            placements = [
+                Replicate() if placement.is_replicate() else Partial()
+                for placement in gradients[0].placements
+            ]
+            square = square.to(mine.device) + whole(DTensor.from_local(mine, mesh, placements))
+        norm = square.sqrt()
+        for part in of_meshes.values():
+            nn.utils.clip_grads_with_norm_(part, largest, norm)
         return norm
 
     def offload(self) -> None:

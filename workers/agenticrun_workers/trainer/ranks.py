@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from agenticrun_workers.models.devices import collective_backends, compute_device
 
@@ -151,7 +151,15 @@ def agreed(work: Callable[[], T]) -> T:
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the tensor from all ranks' shards. Collective if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Experts are sharded twice. One dimension of the mesh after the other: torch warns if it has to
+    # do that itself.
+    placements = list(tensor.placements)
+    for dim in range(len(placements) - 1):
+        placements[dim] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
 
 
 def local(tensor: Tensor) -> Tensor:

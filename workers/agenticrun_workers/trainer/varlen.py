@@ -9,6 +9,7 @@ square of a row's length.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -98,6 +99,8 @@ def attention(
         )
     if attention_mask is not None or any(kwargs.get(name) is not None for name in UNSUPPORTED):
         raise UnsupportedModel(f"{type(module).__name__} changes the scores of its attention")
+    if sliding_window is None and _has_window_in_mask(module):
+        raise UnsupportedModel(f"{type(module).__name__} has its window in a mask only")
     if rows.group is None:
         return _attend(module, query, key, value, rows, scaling, sliding_window), None
     size = dist.get_world_size(rows.group)
@@ -117,6 +120,16 @@ def attention(
     out_BThD = _attend(seen, query, key, value, rows, scaling, sliding_window)
     pieces_SBthD = _exchange(_cut(out_BThD, size).transpose(0, 1), rows.group)
     return pieces_SBthD.permute(1, 2, 0, 3, 4).flatten(2, 3), None
+
+
+def _has_window_in_mask(module: nn.Module) -> bool:
+    """Return True if the model makes masks with a window for this layer, as Qwen2-MoE does."""
+    config = getattr(module, "config", None)
+    if not getattr(config, "sliding_window", None):
+        return False
+    if kinds := getattr(config, "layer_types", None):
+        return bool(kinds[module.layer_idx] == "sliding_attention")
+    return hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
 
 
 def has_kernel(query: Tensor) -> bool:

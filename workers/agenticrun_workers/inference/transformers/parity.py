@@ -27,27 +27,37 @@ LONGEST = 1024
 SHORTEST = 8
 """Fewest tokens of the probe: two turns and two single tokens."""
 OTHER_ENGINES = {
+    "axk2": (),
     "bamba": (),
     "blt": (),
+    "deepseek_v32": ("vllm", "sglang"),
+    "dots3_note_text": ("vllm", "sglang"),
     "falcon": ("vllm",),
     "falcon_h1": ("vllm", "sglang"),
     "falcon_mamba": ("vllm", "sglang"),
+    "glm_moe_dsa": ("vllm", "sglang"),
     "gpt_neo": (),
     "granitemoehybrid": ("vllm", "sglang"),
     "jamba": ("vllm",),
+    "kimi_linear": ("vllm", "sglang"),
     "lfm2": ("vllm", "sglang"),
+    "lfm2_moe": ("vllm", "sglang"),
     "lfm3": (),
     "mamba": ("vllm", "sglang"),
     "mamba2": ("vllm", "sglang"),
+    "minimax": (),
     "nemotron_h": ("vllm", "sglang"),
     "olmo_hybrid": ("vllm",),
     "openai-gpt": (),
+    "qwen3_5_moe_text": ("vllm", "sglang"),
     "qwen3_5_text": ("vllm", "sglang"),
+    "qwen3_next": ("vllm", "sglang"),
     "reformer": (),
     "rwkv": (),
     "trocr": (),
     "zamba": (),
     "zamba2": ("vllm",),
+    "zaya": ("sglang",),
 }
 """Engines that serve the types of models that this one refuses; a test compares the table with the
 engines' own lists."""
