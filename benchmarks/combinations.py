@@ -116,7 +116,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures: dict[str, float] = {}
     if arguments.quick:
-        del arguments.engines[1:], arguments.trainers[1:]
+        arguments.engines, arguments.trainers = arguments.engines[:1], arguments.trainers[:1]
     print(
         f"{'engine':14}{'trainer':12}{'reward':>8}{'gap':>11}{'tok/s':>8}{'sync s':>8}{'wall s':>8}"
     )

@@ -199,7 +199,7 @@ def pipeline_for(engine: str) -> Pipeline:
             },
         },
     }
-    return parse_run(run).spec.pipeline
+    return parse_run(run, local=True).spec.pipeline
 
 
 async def measure(
