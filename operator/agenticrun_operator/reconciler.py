@@ -243,6 +243,8 @@ class Reconciler:
             return
         if self._watched.children_may_exist(key) or cached.deletion_troubles:
             return
+        if cached.workload_trouble:  # to forget the run would end the write that gives quota back
+            return
         state = RunState(key, cached.run.status)
         next_look = None if delay is None else self._clock() + timedelta(seconds=delay)
         # Read before `_forget`, which drops the cache.

@@ -166,6 +166,8 @@ class World:
     """The apiserver's answer to the deletion of a kind."""
     delete_seconds: dict[str, float] = field(default_factory=dict)
     """Time that webhooks take for the deletion of a kind, by the clock of the event loop."""
+    put_seconds: float = 0.0
+    """Time that webhooks take for the status of a Workload, by the clock of the event loop."""
     policy_error: ClusterError | None = None
     """The apiserver's answer to a list of NetworkPolicies."""
     put_error: ClusterError | None = None
@@ -698,6 +700,7 @@ class World:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         self._point(f"put status of {kind}")
         self._check_served(kind)
+        await asyncio.sleep(self.put_seconds)
         if self.put_error is not None:
             raise self.put_error
         stored = self.objects.get((kind, name))

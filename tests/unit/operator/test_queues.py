@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 from typing import Any
 
@@ -678,6 +679,19 @@ async def test_the_end_of_the_run_is_the_end_of_its_workload(outcome: Outcome) -
     assert holds_nothing(world)
     assert said(world, "Finished") == ("True", outcome.value)
     assert world.quota_faults == []
+
+
+async def test_a_slow_webhook_of_kueue_does_not_keep_the_quota_of_a_run_that_has_ended() -> None:
+    operator = a_run()
+    world = operator.world
+    await training(operator)
+    world.put_seconds = 6.0  # a look waits for 5 s
+    world.end_driver(Outcome.SUCCEEDED)
+    await pass_time(operator, 30)
+    assert holds_nothing(world)
+    await asyncio.sleep(2.0)
+    await pass_time(operator, 30)
+    assert said(world, "Finished") == ("True", "Succeeded")
 
 
 async def test_pods_that_outlive_a_failed_run_keep_its_quota() -> None:
