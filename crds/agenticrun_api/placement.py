@@ -31,7 +31,7 @@ def on_one_node(run: AgenticRun, claim: Manifest | None = None) -> bool:
     """
     storage = run.spec.storage
     settings = storage.volume_claim if storage else None
-    # Our own claim's access mode is in the spec; of the user's only the apiserver knows.
+    # The spec has the access mode of our own claim; only the apiserver has that of the user's.
     if settings is None or settings.claim_name is None:
         return run.spec.claims_one_node
     return claim is not None and "ReadWriteMany" not in access_modes(claim)
@@ -93,7 +93,7 @@ def placement(
     if bound:
         # Before the user's, which replaces it as a whole.
         affinity = {"podAffinity": _with_the_savers(run, role)} | affinity
-    # An own choice of any sharing pod holds for all of them.
+    # If one of the pods that share a node chooses an architecture, it holds for all of them.
     if not any(_chooses_architecture(shared) for shared in sharing):
         if len(architectures) == 1:
             selector = {ARCHITECTURE: architectures[0]} | selector

@@ -101,7 +101,7 @@ class Applier:
         version = run.metadata.uid, run.metadata.generation
         deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
         for name, manifest in changes.items():
-            # The version is part of its identity: a change of something else starts a new write.
+            # If the run or the object has changed since, a new write replaces the old one.
             replaces = run.metadata.generation, manifest["metadata"]["resourceVersion"]
             replace = functools.partial(self._replace, manifest)
             await self._slow_writes.finish(run.key, name, replaces, deadline, replace)

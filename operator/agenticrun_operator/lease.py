@@ -100,7 +100,7 @@ class Leadership:
         self._tell(mine)
         self._renewed = mine
         if mine:
-            # A timer, because a frozen request would leave no one to notice that the time is over.
+            # A timer, so that leadership ends in time even while a request waits for its answer.
             self._overdue = asyncio.get_running_loop().call_at(
                 clock + RENEW_DEADLINE_SECONDS, self._tell, False
             )
@@ -141,7 +141,8 @@ class Leadership:
             return True
         spec = lease["spec"]
         if spec.get("holderIdentity") == self._identity:
-            # With the resourceVersion that was read: of two candidates one gets a conflict.
+            # The write carries the resourceVersion that was read, so it conflicts if another
+            # candidate has written since.
             await self._store.put({**lease, "spec": {**spec, **ours}})
             return True
         if spec.get("holderIdentity") and not self._expired(spec, now, clock):
@@ -165,7 +166,7 @@ class Leadership:
         duration = float(spec.get("leaseDurationSeconds") or DURATION_SECONDS)
         renewed = spec.get("renewTime")
         seen = (str(spec.get("holderIdentity")), str(renewed))
-        # The lease has moved: its holder lives, and the time counts from now.
+        # The lease has changed: its holder is alive, and its duration counts from now.
         if seen != self._seen:
             self._seen, self._seen_at = seen, clock
         age = (now - datetime.fromisoformat(renewed)).total_seconds() if renewed else 0.0

@@ -150,7 +150,8 @@ class Observer:
         """Ask a head that did not answer at the next look: something has changed."""
         for part in ((run_uid, "job"), (run_uid, "progress")):
             if silence := self._silent.get(part):
-                # One failure is kept: if it stays silent, it is left alone again soon.
+                # One failure is kept, so that a head that stays silent is soon asked less often
+                # again.
                 self._silent[part] = replace(silence, failures=1, until=self._clock())
 
     async def read_objects(
@@ -179,7 +180,8 @@ class Observer:
         )
         kuberay_missing = isinstance(found, errors.NotServed)
         cluster = None if isinstance(found, errors.NotServed) else found
-        # Labels can be removed by anyone who may edit pods; KubeRay's own label stays.
+        # Anyone who may edit pods can remove our label. These pods are found by KubeRay's label,
+        # which KubeRay itself needs.
         if cluster is not None and pod_reader.seems_incomplete(pods, cluster):
             pods = await self._with_unlabelled(run, pods)
         children: dict[Child, Manifest | None] = {}
@@ -231,7 +233,7 @@ class Observer:
         )
         if not (needed and self._operator_namespace):
             return observed
-        # Policies from a watch make the whole observation one that may be behind.
+        # With policies from a watch, the whole observation may be behind.
         observed = replace(observed, fresh=fresh and asked)
         try:
             return replace(observed, policies=await self._policies(run, fresh=asked))
@@ -370,7 +372,8 @@ class Observer:
         submitted_to = Incarnation.parse(job.incarnation) if job else None
         head = (pod_reader.head_name(cluster), submitted_to.pod_uid if submitted_to else None)
         before = self._pods.get(run.metadata.uid)
-        # Whose a pod is depends on its RayCluster: all are resolved again.
+        # Which run a pod belongs to depends on its RayCluster: if that changes, all are resolved
+        # again.
         if before is None or before.owner != (owner, cluster_known):
             before = _ResolvedPods((owner, cluster_known), head, (), {}, ())
         # The same tuple: no pod has changed since the last look.

@@ -124,12 +124,12 @@ def resolve_pod(
     mine = uid or pod.run_uid == run.metadata.uid
     if name != run.metadata.name or not mine:
         return None
-    # Unknown is not the same as gone: only then are its pods orphans.
+    # Its pods are orphans only if the RayCluster is known to be gone.
     if cluster is None:
         return replace(pod, orphan=True) if cluster_known else pod
     metadata = cluster["metadata"]
     made_at = metadata.get("creationTimestamp", "")
-    # Without an owner, age decides: it cannot belong to a RayCluster that is younger.
+    # For a pod without an owner, age decides: it cannot be older than its RayCluster.
     current = uid == metadata["uid"] if uid else pod.created_at >= made_at
     if not current:
         return replace(pod, orphan=True)
@@ -158,7 +158,7 @@ def with_head(pods: Sequence[Pod], named: str | None, submitted_to: str | None) 
     """
     driver = Role.DRIVER  # a look-up in the enum for each of a thousand pods takes a while
     claimants = [pod for pod in pods if pod.role is driver and not pod.orphan]
-    # Of a replaced head the old pod is still there, while it is deleted.
+    # The old pod of a replaced head still exists while it is deleted.
     live = [pod for pod in claimants if not pod.deleting] or claimants
     if named:
         head = next((pod for pod in claimants if pod.name == named), None)
@@ -187,7 +187,7 @@ def _with_its_head(pod: Pod, head: Pod | None) -> Pod:
     problem = pod.problem
     if problem is None or not problem.began or not problem.ended or pod.role is Role.DRIVER:
         return pod
-    # It began after this head: its end is its own.
+    # It began under this head, so the loss of an earlier head did not end it.
     if head and head.started_at and _moment(problem.began) >= _moment(head.started_at):
         return pod
     follows = Problem(
@@ -239,11 +239,10 @@ def role_of(manifest: Manifest) -> Role | None:
     KubeRay's labels say it, too, and only they make a pod the head.
     """
     labels = manifest["metadata"].get("labels") or {}
-    # KubeRay's label first: the run's own can be set by anyone who may write pods.
+    # Only KubeRay's label makes a pod the head, whatever the run's own label says.
     if labels.get(_NODE_TYPE) == "head":
         return Role.DRIVER
     named = labels.get(names.LABEL_ROLE) or labels.get(_GROUP)
-    # A worker pod cannot call itself the head.
     return Role(named) if named in _ROLES and named != Role.DRIVER.value else None
 
 
@@ -433,7 +432,7 @@ def _with_restarts(container: Manifest) -> str:
 
 
 def _preparing_since(pod: Manifest) -> str | None:
-    # Without a node it is the scheduler's matter, which says why itself.
+    # A pod without a node waits for the scheduler, which reports its own reason.
     if not pod.get("spec", {}).get("nodeName"):
         return None
     conditions = {item["type"]: item for item in pod.get("status", {}).get("conditions", ())}

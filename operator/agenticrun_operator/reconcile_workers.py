@@ -130,7 +130,7 @@ class ReconcileWorkers:
 
     def _back_off(self, key: Key, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1
-        # Errors of the apiserver pass on their own; others are bugs, and repeat slowly.
+        # Errors of the apiserver pass on their own; others are bugs, and are retried less often.
         unavailable = isinstance(error, errors.ClusterError)
         longest = MAX_UNAVAILABLE_SECONDS if unavailable else MAX_BACKOFF_SECONDS
         delay = times.backoff_seconds(failures, 0.5, longest)

@@ -208,7 +208,7 @@ class Reconciler:
             return (ended.next_look - self._clock()).total_seconds() if ended.next_look else None
         conflicts = self._conflicts.get(key, 0)
         cached = self._cache.get(key)
-        # A change may be why a silent head answers now, so it is not waited for.
+        # After a change, a silent head may answer again, so it is asked at once.
         if cached and item.changed:
             self._observer.ask_again(cached.run.metadata.uid)
         try:
@@ -238,9 +238,9 @@ class Reconciler:
         A look reads it again, if it changes or its time is over.
         """
         cached = self._cache.get(key)
-        # A finished run with pods is still being cleaned up.
         if cached is None or not cached.run.status.phase.finished:
             return
+        # A finished run with pods is still being cleaned up.
         if self._watched.children_may_exist(key) or cached.deletion_troubles:
             return
         if cached.workload_trouble:  # to forget the run would end the write that gives quota back
@@ -274,8 +274,8 @@ class Reconciler:
                 note_attempt(job.attempt)
             observed = await self._observe(cached)  # other runs are reconciled while this waits
             plan = planning.plan(cached.run, observed, self._clock(), self._images, self._key)
-            # Conditions and numbers may come from a watch that is behind; pods and attempts may
-            # not.
+            # A plan from a watch that is behind may change conditions and numbers, but not pods or
+            # attempts.
             if fresh or not _acts(plan, cached.run):
                 applied = await self._apply(key, cached, observed, plan)
                 break
@@ -296,7 +296,7 @@ class Reconciler:
         Raises:
             InvalidRun: the run cannot be read.
         """
-        # The same resourceVersion: what was parsed then holds.
+        # The run has not changed since it was parsed: its resourceVersion is the same.
         if before and before.metadata == _identity(document):
             return before.run
         run = parse_served(document)
@@ -449,7 +449,7 @@ class Reconciler:
         self._cache[key] = cached  # known even if a request below ends this process
         failed = await self._applier.delete_and_report(plan, {"metadata": cached.metadata})
         troubles = self._deletion_troubles(cached, plan, failed)
-        # A new kind of error belongs into the status, which was written before the deletion.
+        # A new kind of error belongs in the status, which was written before the deletion.
         if any(
             uid not in cached.deletion_troubles
             or type(cached.deletion_troubles[uid].error) is not type(error)
@@ -530,7 +530,7 @@ class Reconciler:
         job = run.status.job
         if job is None or job.submission_id != submit.submission_id:
             return True
-        # The third read of this look; it counts like the others.
+        # This reads from the apiserver as well, so it takes a slot.
         async with self._slots:
             objects = await self._observer.read_objects(run, fresh=True)
         head = Observed(pods=objects.pods).head(run.metadata.uid)
@@ -629,7 +629,7 @@ def _status_hash(document: Manifest) -> int:
 
 def _still_there(deletions: Mapping[str, T], cached: RunCache) -> dict[str, T]:
     """Return what is known of the deletions of objects that still exist."""
-    # Nearly always: no object has to be looked through.
+    # The usual case, which needs no search through the objects.
     if not deletions:
         return {}
     objects = cached.objects

@@ -92,7 +92,7 @@ class OperatorRuntime:
         self._watched = WatchedObjects(self._run_changed, self._child_changed)
         self._slow_writes = SlowWrites(self._queue.add)
         self._last_event = time.monotonic()
-        # One semaphore for both: a worker takes a run off the queue only when it could read it.
+        # One semaphore for both: a run leaves the queue only when there is a slot to read it.
         slots = asyncio.Semaphore(settings.workers)
         self._reconciler = Reconciler(
             kube,

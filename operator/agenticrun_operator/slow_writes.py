@@ -101,7 +101,8 @@ class SlowWrites:
             _cancel(writes.pop(name))
         known = writes.get(name)
         if known is None:
-            # Tells a write that waits for its turn from one that the apiserver has not answered.
+            # Distinguishes a write that waits for its turn from one that the apiserver has not
+            # answered.
             sent = asyncio.Event()
             task = asyncio.create_task(self._carry_out(key[0], sent, write))
             known = writes[name] = _Write(version, task, sent)

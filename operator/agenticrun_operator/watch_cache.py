@@ -61,7 +61,7 @@ class WatchCache(Generic[T]):
             self._drop(name)
         self._live.add(namespace)
         for item in items:
-            # Puts only what differs: a new list is not a change of every run.
+            # `put` ignores what has not changed: a new list is not a change of every run.
             self.put(item)
 
     def put(self, item: Manifest) -> None:
@@ -71,7 +71,7 @@ class WatchCache(Generic[T]):
         known = self._versions.get(name)
         if known == (version, run):
             return
-        # Its label has changed: the run that had it must learn of it.
+        # Its label has changed: its previous run must be notified.
         if known and known[1] != run:
             self._drop(name)
         self._versions[name] = version, run

@@ -110,7 +110,7 @@ def serve(control: int) -> list[int]:
                     request, handed, _, _ = socket.recv_fds(
                         client, 1, MOST_FILES, socket.MSG_CMSG_CLOEXEC
                     )
-                # The client is gone without closing: the same as its end.
+                # A client that is gone ends the server, however the kernel reports it.
                 except ConnectionError:
                     request = b""
                 # Children die with the server; killing them here also ends their process groups.

@@ -35,7 +35,6 @@ def direct(environment: Mapping[str, str], hosts: Iterable[str] = LOOPBACK) -> d
         change.
     """
     proxies = ("http_proxy", "https_proxy", "all_proxy")
-    # Both spellings exist, and programs read either.
     listed = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
     if listed == "*" or not any(environment.get(n) or environment.get(n.upper()) for n in proxies):
         return {}

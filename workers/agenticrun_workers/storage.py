@@ -161,7 +161,7 @@ class Folder:
                 yield (writer := ChecksumWriter(raw))
                 writer.flush()
                 os.fsync(raw.fileno())
-            # The name of a new file is not durable by fsync of the file.
+            # fsync of a file does not make its name durable; fsync of its folder does.
             _sync_folder(path.parent)
         else:
             with self._fs.open(self._at(name), "wb") as raw:
@@ -265,7 +265,7 @@ class ChecksumWriter:
         return FileEntry(self._size, self._crc32)
 
     def write(self, data: Any, /) -> int:
-        # Bytes, whatever the items are: torch passes arrays of other types.
+        # As bytes, because the length of another buffer counts its items.
         view = memoryview(data).cast("B")
         self._raw.write(view)
         self._size += len(view)

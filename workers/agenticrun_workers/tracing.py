@@ -190,7 +190,7 @@ class Recorder:
         """Record that a counter has this value from now on. Call it only while `on`."""
         now = time.perf_counter_ns()
         points = self._buffers.counters.setdefault(name, [])
-        # The newest value counts, at the time of the first.
+        # Within the resolution, the newest value replaces the last one and keeps its time.
         if points and now - points[-1][0] < self._buffers.resolution:
             points[-1] = (points[-1][0], value)
             return
@@ -198,8 +198,8 @@ class Recorder:
             return
         points.append((now, value))
         if len(points) > POINTS:
-            # Half of them, and from now on half as dense: memory is bounded, the whole time stays
-            # visible.
+            # Drop every other point, and record half as many from here on: memory is bounded, and
+            # the whole time stays visible.
             del points[1:-1:2]
             self._buffers.resolution *= 2
 
@@ -301,7 +301,7 @@ class Track:
         """Return the lane in the recording that is on; None if the track is left out of it."""
         recorder = self.recorder
         if self._number != recorder.number:
-            # 0 if it is new: entered since the recording began.
+            # 0 for a track that was entered while this recording was on.
             late = {"began": "before the recording"} if self._number else {}
             self._number, self._lane = recorder.number, recorder.take_lane()
             if self._lane is not None:
@@ -387,7 +387,7 @@ def recording() -> bool:
 
 def span(name: str, **args: Any) -> AbstractContextManager[None]:
     """Record the `with` block in the track of this context."""
-    # Nearly always: one look at a set, so spans cost nothing while no one records.
+    # The usual case: while nothing is recorded, a span costs one look at a set.
     if not _recording:
         return _NO_SPAN
     track = _current.get()

@@ -284,8 +284,8 @@ class RunHead:
                 except errors.HeadUnreachable as error:
                     known.refusal, known.refused_at = error, self._clock()
                 else:
-                    # `now` was taken before the challenge, so the proof holds no longer than its
-                    # answer is old.
+                    # Counted from before the challenge: counted from the answer, the proof would
+                    # hold longer than PROOF_SECONDS.
                     known.refusal, known.holds_until = None, now + PROOF_SECONDS
             if known.refusal:
                 raise type(known.refusal)(*known.refusal.args)

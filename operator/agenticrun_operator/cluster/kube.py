@@ -117,11 +117,11 @@ async def connect(kubeconfig: Path | None = None) -> client.ApiClient:
             config_file=str(kubeconfig) if kubeconfig else None, client_configuration=settings
         )
     api = client.ApiClient(configuration=settings)
-    # No limit: looks wait for each other in slots, not for connections.
+    # No limit of connections: the number of looks at once is limited by slots.
     connector = aiohttp.TCPConnector(
         limit=0, ssl=api.rest_client.ssl_context, keepalive_timeout=IDLE_SECONDS
     )
-    # The official client offers no way to set these; events of large objects need the buffer.
+    # The client has no setting for the read buffer, which events of large objects need.
     api.rest_client.pool_manager = aiohttp.ClientSession(
         connector=connector, trust_env=True, read_bufsize=MAX_LINE_BYTES
     )
@@ -597,7 +597,7 @@ def _error(status: int, answer: Any, request: str) -> errors.ClusterError:
     details = answer if isinstance(answer, dict) else {}
     message = clean_text(str(details.get("message") or f"{request}: status {status}"))
     subject = details.get("details") or {}
-    # Before the status, which a policy may choose freely.
+    # Before the status code, which a policy or webhook chooses.
     if _BY_POLICY.search(message):
         return errors.Denied(message)
     if status == 404:

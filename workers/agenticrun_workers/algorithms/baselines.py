@@ -95,7 +95,8 @@ def state_sets(groups_K: Integers, states_K: NDArray[Any]) -> Integers:
     if not len(groups_K):
         return np.zeros(0, np.int64)
     digests = np.ascontiguousarray(states_K).view(np.uint8).reshape(len(groups_K), -1)
-    # Big-endian and as bytes, so that equal pairs of group and state are equal keys.
+    # As bytes, so that equal pairs of group and state are equal keys; big-endian, so that keys sort
+    # by group.
     keys = np.concatenate([groups_K.astype(">i8").view(np.uint8).reshape(-1, 8), digests], axis=1)
     return codes(np.ascontiguousarray(keys).view(f"S{keys.shape[1]}").ravel())
 

@@ -202,7 +202,7 @@ def fast_exp(x: float) -> float:
 
     It calls no function, so loops over it are vectorised.
     """
-    # Where the result neither overflows nor becomes subnormal.
+    # Outside of these bounds the result would overflow or become subnormal.
     x = min(max(x, -708.0), 709.0)
     n = np.floor(x * LOG2_E + 0.5)
     # ln 2 in two parts, so that the subtraction loses no digits.
@@ -319,7 +319,7 @@ def correct_turn(
     turns_L = tokens.turns_L
     turn, count, log_sum, diff_sum = -1, 0, 0.0, 0.0
     t = start
-    # A turn ends where the next one begins: observations in between belong to it.
+    # A turn ends where the next one begins: the observations in between are handled with the first.
     while t < end and (turn < 0 or turns_L[t] < 0 or turns_L[t] == turn):
         if turns_L[t] < 0:
             tokens.mask_L[t] = False

@@ -104,7 +104,7 @@ class Ppo(Variant):
         if self.dual_clip is None:
             return loss_N, clipped_N
         ceiling_N = -self.dual_clip * a_N
-        # Only for A < 0: there, PPO's own bound lets the ratio grow without limit.
+        # Only for A < 0: there, PPO's own bound lets the loss grow with the ratio without limit.
         beyond_N = (a_N < 0) & (loss_N > ceiling_N)
         return torch.where(beyond_N, ceiling_N, loss_N), clipped_N | beyond_N
 

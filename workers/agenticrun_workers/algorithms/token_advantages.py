@@ -181,7 +181,7 @@ def _mask_and_weights(
         old_L,
         engine_L,
     )
-    # Which array and which trajectory: the kernel only knows that something is wrong.
+    # The kernel only reports that a number is not finite; these name the array and the trajectory.
     if not corrected.finite:
         _finite(tokens, "old_logprobs_L", "correction")
         _finite(tokens, "engine_logprobs_L", "correction")

@@ -60,7 +60,7 @@ def fetch(git: GitCode, into: Path, secret: Path) -> str:
     # First: a server that is away is noticed in time, whereas a fetch has no limit.
     call("ls-remote", "--quiet", "--", git.url, "HEAD", timeout=ANSWER_SECONDS)
     call("init", "--quiet")
-    # A fetch and no clone: a clone takes no commit's number.
+    # A fetch, because `git clone --branch` takes no commit hash.
     call("fetch", "--quiet", "--depth=1", "--", git.url, git.ref)
     call("checkout", "--quiet", "FETCH_HEAD")
     if git.path and not (into / git.path).is_dir():
@@ -105,7 +105,7 @@ def _access(git: GitCode, secret: Path) -> tuple[list[str], dict[str, str]]:
         # git runs helper and ssh command in a shell.
         return shlex.quote(str(path))
 
-    # By key: nothing may be asked, and unknown hosts are refused.
+    # Over ssh with a key: git must not prompt, and unknown hosts are refused.
     if not git.url.startswith(("http://", "https://")):
         key, hosts = needed("ssh-privatekey"), needed("known_hosts")
         ssh = (

@@ -77,8 +77,7 @@ class AttemptRunner:
         )
         progress.activity(Activity.STARTING, "starting actors")
         try:
-            # What can fail without an actor fails first: a wrong setting should not cost a
-            # start-up.
+            # Checks that need no actor come first: a wrong setting should not cost a start-up.
             await asyncio.to_thread(
                 record_attempt, self.output, self.run, self.attempt.number, self.code
             )
@@ -86,7 +85,8 @@ class AttemptRunner:
             await asyncio.to_thread(custom_tracker, self.run)
             message = await self._train(progress)
             report = _report(Outcome.SUCCEEDED, Reason.RUN_SUCCEEDED, message, retryable=False)
-        # Ctrl-C in a terminal. A stop request of the operator is a `StopRequested`, and saves.
+        # The second Ctrl-C in a terminal. The first one, like a stop request of the operator, is a
+        # `StopRequested`, and saves.
         except asyncio.CancelledError:
             report = _report(
                 Outcome.STOPPED,

@@ -219,7 +219,8 @@ class CheckpointStore:
             await asyncio.to_thread(self._base.require_writable)
         except UnusableStorage as error:
             raise InvalidConfig("spec.checkpoint.uri", str(error)) from error
-        # A restarted run first looks for its own: what it resumed from at first is older.
+        # A restarted run looks for its own checkpoints first: they are newer than the one it began
+        # from.
         for source in dict.fromkeys(("Auto", resume) if restarted else (resume,)):
             folders = await asyncio.to_thread(self._candidates, source)
             found = await self._load_first(folders, modules, any_run=source != "Auto")
@@ -392,7 +393,8 @@ def cluster_folders(run: AgenticRun) -> tuple[Path, str]:
         InvalidConfig: there is no fsspec driver for the URI.
     """
     storage, name = run.spec.storage, run.metadata.name
-    # The apiserver's copy does not have what the operator filled in.
+    # The operator fills in the claim only in the mounted copy; the apiserver's has it in the
+    # status.
     if storage is None and run.status.volume_claim:
         storage = Storage()
     base = folder_of(storage.uri if storage else WORK_DIR, name, run.metadata.uid)
@@ -473,8 +475,7 @@ def publish(folder: Folder, run_uid: str, step: int, modules: Collection[str]) -
     # Listed once: in object storage each look at a single file is a request.
     sizes = folder.sizes()
     files = {
-        # Ranks have computed the checksums of their files while writing; to read them again takes
-        # long.
+        # The ranks computed these checksums while writing; reading the files again would take long.
         name: claimed.get(name) or folder.checksum(name)
         for name in sorted(sizes.keys() | claimed.keys())
     }
@@ -503,7 +504,7 @@ def read_manifest(folder: Folder) -> Manifest | None:
     where = f"{folder}/{MANIFEST}"
     try:
         document = json.loads(folder.read(MANIFEST))
-        # Checked before the rest, whose fields may be other ones.
+        # Checked first, because another format may have other fields.
         if document["format"] != FORMAT:
             raise DamagedFile(
                 where,

@@ -160,8 +160,8 @@ class EngineTime:
             before, answers, {engine: since.get(engine, seconds) for engine in answers}
         )
         seats_before, self._seats = self._seats, self._wanted_seats()
-        # Some of the leaving engines may have computed until a moment ago.
-        # Nothing is wanted, or no time has passed.
+        # Some of the leaving engines may have computed until a moment ago. `whole` is 0 if no
+        # engine is wanted, or no time has passed.
         if whole := max(seats_before, self._seats) * seconds:
             there, busy = min(self._part.there / whole, 1.0), self._part.busy / whole
             # Readings of several clocks: rounding must not push the sum over 1.

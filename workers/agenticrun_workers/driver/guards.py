@@ -147,7 +147,6 @@ class GuardWatch:
 
         Call it after the step has been logged.
         """
-        # The step's metrics are written first, because they are what the user will look at.
         if self._spec.action == "Fail" and self.up:
             raise GuardTripped(
                 "; ".join(

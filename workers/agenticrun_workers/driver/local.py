@@ -150,7 +150,7 @@ def check_gpus(
     asked = {role.value: roles.total_gpus(role) for role in sorted(pods) if roles.total_gpus(role)}
     if sum(asked.values()) <= available:
         return
-    # Every role at once: with one of them the user would get the next refusal.
+    # All roles at once: with one alone, the user would get the next refusal.
     on_cpus = " ".join(f"--set roles.{role}.gpus=0" for role in asked)
     raise InvalidConfig(
         f"spec.roles.{next(iter(asked))}.gpus",
@@ -172,7 +172,7 @@ def check_in_process(run: AgenticRun) -> None:
         raise InvalidConfig(
             path, f"--in-process runs one {role.value} rank: set {path} to 1{_OR_LEAVE_OUT}"
         )
-    # They give up GPU memory by sleeping, which a shared process cannot.
+    # Colocated engines free GPU memory by sleeping, which they cannot do in a shared process.
     if spec.colocated:
         raise InvalidConfig(
             "spec.placement",

@@ -148,7 +148,7 @@ def sync_metrics(report: SyncReport | None, *, lora: bool) -> Metrics:
         lora: True if only adapters are trained.
     """
     if report is None:
-        # Without the other metrics: there is nothing that they would be about.
+        # Without a sync, the other metrics have no value.
         return {"weight_sync/bytes": 0.0}
     transports = {
         f"weight_sync/{transport}": float(transport is report.transport) for transport in Transport

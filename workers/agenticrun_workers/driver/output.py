@@ -138,7 +138,7 @@ async def copied_output(output: Path, target: Folder) -> AsyncIterator[None]:
     async def repeat() -> None:
         last = False
         while not last:
-            # Waits for the end and not for the time alone, so that the end is never late.
+            # Also waits for the end, so that the last copy begins at once.
             with suppress(TimeoutError):
                 async with asyncio.timeout(COPY_SECONDS):
                     await ended.wait()

@@ -180,7 +180,8 @@ class ActorPools:
         with killed_on_error(actor):
             self._starter.note(actor, await actor.call(lambda worker: worker.placement()))
             texts = await actor.call(lambda worker: worker.describe())
-            # All env workers find the same texts; replacements come when the model is made.
+            # All env workers find the same texts, and replacements start when the model is made
+            # already.
             if not self.texts.done():
                 self.texts.set_result(texts)
             source = await asyncio.shield(self.source)

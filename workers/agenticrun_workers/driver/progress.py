@@ -243,7 +243,7 @@ class Requests:
             StopRequested: before `work` was done.
         """
         if self.stop.is_set():
-            # A coroutine that is never awaited would be reported as a mistake.
+            # Python warns of a coroutine that is never awaited.
             work.close()
             self.check_stop()
         task = asyncio.create_task(work)

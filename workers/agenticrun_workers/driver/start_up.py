@@ -142,7 +142,7 @@ async def running_actors(
     starter = ActorStarter(run.spec, launcher)
     pools = ActorPools(run, starter, on_change)
     async with AsyncExitStack() as ends:
-        # Pushed first, so it runs last: what else ends here still calls actors.
+        # Pushed first, so that it runs last: the other callbacks still call actors.
         ends.callback(starter.kill_all)
         try:
             # Engines, env workers and ranks start side by side: each may wait minutes for its pod.

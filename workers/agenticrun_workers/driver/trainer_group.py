@@ -332,8 +332,7 @@ def plan_batch(
         """Return the numbers below `size` in the random order of an epoch."""
         seed = derive(pipeline.seed, "mini-batches", version, epoch)
         return (
-            # With one mini-batch the order has no effect; drawing none keeps the batch in its
-            # order.
+            # With one mini-batch the order has no effect, so none is drawn.
             np.random.default_rng(seed).permutation(size).tolist() if count > 1 else [*range(size)]
         )
 
@@ -426,7 +425,6 @@ class SharedDevices:
     async def to_trainers(self) -> None:
         """Let the trainers compute; requests that engines still work on are given up."""
         if self._engines_have_them:
-            # The same the other way round.
             await self._engines.sleep()
             await self._trainers.onload()
             self._hand_over(to_engines=False)

@@ -66,7 +66,7 @@ class Warmup:
                 yield await self._step(played[start : start + size])
             # Trainers have read them; the stores would keep them for good.
             await self._discard([result for result in every_trajectory(played) if result.trainable])
-        # Moments of imitation would mislead the first steps of RL.
+        # The optimizer's moments from imitation would mislead the first steps of RL.
         await self._trainers.end_warm_up()
 
     async def _step(self, played: list[EpisodeResult]) -> Metrics:

@@ -69,7 +69,7 @@ class RequestLimits:
             in_flight: ids of the requests in flight.
         """
         ids_T, new = request.prompt_tokens, request.sampling.max_new_tokens
-        # Two requests of one id could not be aborted apart.
+        # Two requests with one id could not be aborted separately.
         if request.request_id in in_flight:
             raise InvalidRequest(f"request {request.request_id} is already in flight")
         if not len(ids_T):
@@ -104,7 +104,7 @@ class RequestLimits:
                 f"the engine returned {len(tokens_T)} tokens, {len(generation.logprobs_T)} "
                 f"log-probs and {len(generation.versions_T)} versions"
             )
-        # Staleness and corrections rest on it.
+        # Staleness limits and corrections need the version of each token.
         if (generation.versions_T < 0).any():
             raise EngineError("the engine returned tokens without a version")
         if len(tokens_T) and not 0 <= int(tokens_T.min()) <= int(tokens_T.max()) < self.vocabulary:
@@ -247,7 +247,7 @@ def _context_key(config: Mapping[str, Any]) -> str:
         return usual
     from transformers import CONFIG_MAPPING
 
-    # Own model code maps its names itself, if at all.
+    # Custom model code maps its own names, if at all.
     if config["model_type"] not in CONFIG_MAPPING:
         return usual
     names: dict[str, str] = CONFIG_MAPPING[config["model_type"]].attribute_map

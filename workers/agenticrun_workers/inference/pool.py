@@ -314,7 +314,8 @@ class EnginePool:
         ):
             if isinstance(answer, Exception):
                 log.warning("%s failed to %s: %s", engine_id, name, answer)
-                # Half asleep, it may keep memory that the trainers need, so it is replaced.
+                # An engine that is half asleep or half awake cannot be used, and may hold memory
+                # that the trainers need: it is replaced.
                 engines[engine_id].kill()
             # Our own cancellation is no failure of an engine.
             elif isinstance(answer, BaseException):
@@ -389,7 +390,7 @@ class EnginePool:
         try:
             placement = await handle.call(lambda engine: engine.placement())
             receiver = Receiver(handle, placement.node_id)
-            # A sync in between would leave this engine with the version before.
+            # A sync in between would leave this engine with the previous version.
             async with self._changing:
                 # Before the first sync it serves nothing and gets the weights with all others.
                 if self._weights is not None and self._weights.version is not None:
@@ -501,6 +502,7 @@ async def _death_of(
         while True:
             polled(await engine.poll(lambda actor: actor.health()))
     except Exception as error:
-        # It may be frozen, or have failed alone: in both cases it must free its GPUs.
+        # The actor may be frozen, or alive with a failed engine: in both cases it must free its
+        # GPUs.
         engine.kill()
         return error

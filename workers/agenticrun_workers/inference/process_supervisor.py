@@ -94,7 +94,7 @@ def _supervise(parent: int, folder: str, command: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wake, waker = os.pipe()
     os.set_blocking(waker, False)
-    # Without it, a signal between `poll` and `select` would be noticed a second late.
+    # Without this, a signal between `poll` and `select` would be noticed a second late.
     signal.set_wakeup_fd(waker)
     # A handler of our own, because by default SIGCHLD wakes nothing.
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -104,7 +104,7 @@ def _supervise(parent: int, folder: str, command: list[str]) -> int:
             shared.look()
             look_at = time.monotonic() + LOOK_SECONDS
         ready, _, _ = select.select([0, wake], [], [], POLL_SECONDS)
-        # Nothing is ever written to it: it is readable when the other end has closed.
+        # Nothing is ever written to standard input: it is readable when the other end has closed.
         if 0 in ready:
             break
         if wake in ready:

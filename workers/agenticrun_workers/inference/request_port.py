@@ -306,7 +306,8 @@ class _Connection:
                 engine_request = replace(
                     request,
                     request_id=self._id_prefix + request.request_id,
-                    # The engine's cache survives a reconnection, so sessions have no number.
+                    # The engine's cache survives a reconnection, so sessions leave out the
+                    # connection's number.
                     session=self._session_prefix + request.session,
                 )
                 task = asyncio.create_task(self._answer(request.request_id, engine_request))
@@ -319,7 +320,7 @@ class _Connection:
         """Send the new tokens of long responses from time to time."""
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
-            # Requests that were there at the last look: short ones send nothing extra.
+            # Only requests that were in flight in the last round: short ones send nothing extra.
             for task, reported in self._reported.items():
                 request_id = self._in_flight[task]
                 sampled = self._port.progress(request_id, reported)

@@ -219,7 +219,7 @@ class ServerProcess:
                     stdout=log,
                     stderr=log,
                     env=environment,
-                    # Ctrl-C in a terminal must not reach the server: its end has an order.
+                    # Ctrl-C in a terminal must not reach the server, which is stopped in order.
                     start_new_session=True,
                 )
         except OSError as error:

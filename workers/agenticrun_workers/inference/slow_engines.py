@@ -80,7 +80,8 @@ class _Record:
         busy_seconds = stats.busy_seconds - before.busy_seconds
         seat_seconds = stats.seat_seconds - before.seat_seconds
         if busy_seconds < MIN_BUSY_SECONDS or seat_seconds <= 0:
-            # A short break says nothing; after a long one the old work is no longer its speed.
+            # After a short break the measurements still hold; after a long one they are out of
+            # date.
             self.idle_polls += 1
             if self.idle_polls >= IDLE_POLLS:
                 self.works.clear()
@@ -132,7 +133,7 @@ class SlowEngines:
     def forget(self, engine_id: str) -> None:
         """Forget an engine that is gone. If more than half are ejected now, one is tried again."""
         self._records.pop(engine_id, None)
-        # The limit is a share, so it falls with the number of engines.
+        # At most half of the engines are ejected, so the limit falls when one leaves.
         while len(self.ejected) > len(self._records) // 2:
             soonest = min(self.ejected, key=lambda name: self._records[name].polls_left)
             self._records[soonest].polls_left = 0

@@ -110,8 +110,8 @@ class ActorHandle(ABC, Generic[A_co]):
             raise ActorUnavailable(
                 f"the actor has not answered for {seconds:.0f} s: it is frozen or out of reach"
             ) from None
-        # Ray says that for a broken connection, too: the pool must not use an actor it has
-        # replaced.
+        # Ray also raises this for a broken connection, with an actor that still runs: the pool
+        # replaces it, so it must end.
         except ActorUnavailable:
             self.kill()
             raise

@@ -101,7 +101,7 @@ class InProcessLauncher(Launcher):
 
     def close(self) -> None:
         """Kill all actors, and wait until their threads have ended."""
-        # All begin to end before any is waited for: they end side by side.
+        # All are killed before the first is waited for, so that they end at the same time.
         for actor in self._actors:
             actor.kill("its launcher was closed")
         for actor in self._actors:

@@ -74,7 +74,8 @@ def _remote_class(cls: Any) -> Any:
     One for all actors of the class: every process that holds a handle keeps the class of its actor
     forever, so one for each actor would be a leak.
     """
-    # Static, because `getattr` would run properties of the class.
+    # Static, because `getattr` would show a static method as a plain function, and `_sending` would
+    # wrap it as a method.
     methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)}
     own = {
         name: _sending(method)
@@ -304,7 +305,6 @@ def _raise_ours(error: RayError) -> NoReturn:
         raise cause from error
     if isinstance(error, ActorUnavailableError):
         raise ActorUnavailable(str(error)) from error
-    # The node of the actor may be lost, too.
     if isinstance(error, RayActorError | ActorUnschedulableError):  # or its node is lost
         raise ActorDied(str(error)) from error
     raise error

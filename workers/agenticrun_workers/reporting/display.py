@@ -241,7 +241,6 @@ def draw(view: RunView) -> RenderableType:
 
 def remaining_seconds(progress: Progress) -> float | None:
     """Return the estimated time until the last step is done; None before the first step."""
-    # The first step compiles and loads: an estimate from nothing would mislead.
     if progress.seconds_per_step is None or progress.final is not None:
         return None
     return (progress.max_steps - progress.step) * progress.seconds_per_step

@@ -124,7 +124,7 @@ class RunFolder:
         """Return the episodes of one of the `sample_files`."""
         name = SAMPLES.fullmatch(file.name)
         assert name is not None
-        # Samples hold whatever a model wrote.
+        # A model may have written escape sequences or text that is not UTF-8.
         pieces = HEADER.split(clean_text(file.read_text(encoding="utf-8", errors="replace")))
         found = []
         for line, text in zip(pieces[1::2], pieces[2::2], strict=True):
@@ -177,7 +177,8 @@ class RunFolder:
         """Return the process of this machine that trains in the folder."""
         try:
             kept = json.loads((self.path / "process.json").read_text())
-            # A folder on a shared volume: a number of another machine means another process.
+            # The folder may be on a shared volume: a process id of another machine is another
+            # process.
             if kept["host"] != socket.gethostname():
                 return None
             process = psutil.Process(kept["pid"])
@@ -247,7 +248,6 @@ def record_attempt(folder: Path, run: AgenticRun, attempt: int, code: Path | Non
             "versions": versions(),
             "machine": machine(),
         }
-        # Added to, so that the record of earlier attempts stays.
         with (folder / "attempts.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
     except OSError as error:  # who saves a checkpoint there says what to do

@@ -125,7 +125,7 @@ class Reporter:
         if progress is None:
             return web.Response(status=204)
         now = self._clock()
-        # A pod that leaves waits for this.
+        # A pod that leaves waits until the final report has been read.
         self._report_read = True
         # Computed when asked: the operator must see a silent driver grow older.
         ages = {"silent_seconds": now - self._heard_at, "idle_seconds": now - self._news_at}
@@ -143,7 +143,7 @@ class Reporter:
             self._become(before.with_progress(progress, poster, lapsed=self._has_lapsed()))
         except NotTheDriver as error:
             raise web.HTTPConflict(text=str(error)) from error
-        # A repeated snapshot shows that the driver lives, but not that it gets on.
+        # A repeated snapshot shows that the driver is alive, but not that it makes progress.
         if self._state is not before:
             self._news_at = now
             self._report_read = False

@@ -87,11 +87,9 @@ class Alignment:
 
         Two processes with one clock need none.
         """
-        # The shortest trip has the smallest error.
         first = min(before, key=lambda trip: trip.error)
         last = min(after, key=lambda trip: trip.error, default=first)
         begin, end = first.reading.nanoseconds, last.reading.nanoseconds
-        # One machine has one clock.
         if driver.host and driver.host == first.reading.host:
             return cls(begin, 0.0, end, 0.0, 0.0)
         return cls(begin, first.offset, end, last.offset, max(first.error, last.error))

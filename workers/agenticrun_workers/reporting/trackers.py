@@ -95,7 +95,7 @@ def custom_tracker(run: AgenticRun) -> Callable[[TrackedRun], Tracker] | None:
     except PluginError as error:
         raise InvalidConfig(CUSTOM_FIELD, str(error)) from error
     lacking = [name for name in ("log", "close") if not hasattr(made.func, name)]
-    # Of a function only the result could tell, and it is not made yet.
+    # If it is a function, only the tracker that it returns can be checked, and there is none yet.
     if isinstance(made.func, type) and lacking:
         raise InvalidConfig(
             CUSTOM_FIELD,

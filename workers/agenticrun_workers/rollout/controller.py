@@ -404,7 +404,7 @@ class EnvBreaker:
 
     def leaves_out(self, tag: str) -> bool:
         """Return True if the next group must not be of this environment."""
-        # One try per step is used up, whatever becomes of it.
+        # An evicted environment gets one try per step, whatever its outcome.
         if tag in self._may_try:
             self._may_try.remove(tag)
             return False

@@ -190,7 +190,7 @@ class EnvPool(TrainingBackend):
         self._gone: list[_Worker] = []
         """Workers that are gone, with tasks that others do not have yet."""
         self._joining: set[asyncio.Task[None]] = set()
-        # Never used again: the stores refuse a worker that is gone by its number.
+        # Numbers are never reused: the stores refuse a worker that is gone by its number.
         self._numbers = itertools.count(1)
         self._waiting: list[_Open] = []
         self._flush_planned = False
@@ -538,7 +538,8 @@ class EnvPool(TrainingBackend):
         while True:
             try:
                 return await (start or self._spawn())
-            # The new worker is alive and needs an actor that is not: another start would fail, too.
+            # The new worker is alive, but an actor that it needs is dead: another start would fail,
+            # too.
             except OtherActorDied:
                 raise
             except ActorDied as death:

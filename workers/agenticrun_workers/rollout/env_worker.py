@@ -204,7 +204,7 @@ class EnvWorker(Traced):
                 self._count_episodes()
             ending = trajectories[-1]
             track.note(stop=ending.stop_reason.value, turns=len(ending.turns))
-        # Of validation only scalars are used, so its tokens are not stored.
+        # Validation uses only scalars, so its tokens are not stored.
         keeps = key.stream is not Stream.VALIDATION
         result = self._runner.result(
             episode,
@@ -338,7 +338,7 @@ class EpisodePlaces:
     def _nearly_full(self, limit: int) -> bool:
         """Return True if the pod's memory was nearly full a moment ago."""
         now = asyncio.get_running_loop().time()
-        # Files of the kernel are not read for each of the thousands of episodes that begin.
+        # Thousands of episodes begin: reading the kernel's files for each of them would be slow.
         if now - self._looked_at < LOOK_SECONDS and self._begun < LOOK_EPISODES:
             return self._full
         self._full = self._used() > FULL_SHARE * limit
@@ -447,7 +447,8 @@ def agent_limits(pipeline: Pipeline, spec: EnvSpec, stream: Stream) -> AgentLimi
         top_p=train.top_p,
         top_k=train.top_k,
         min_p=train.min_p,
-        # Truncated or not, log-probs are recorded over the whole vocabulary, at temperature 1.
+        # If truncated sampling is allowed, log-probs are recorded at temperature 1, otherwise at
+        # the sampling temperature: in both cases over the whole vocabulary.
         record_temperature=1.0 if train.allow_truncated_sampling else None,
     )
 

@@ -98,8 +98,8 @@ class TrajectoryStore:
         Raises:
             PermissionError: others rerun the worker's episodes.
         """
-        # It may only be frozen or cut off, and send a trajectory that another worker has made
-        # again.
+        # A replaced worker may only have been frozen or cut off, and send an episode that another
+        # worker has rerun.
         if worker in self._replaced:
             raise PermissionError(f"env worker {worker} was replaced")
         for trajectory in trajectories:
@@ -274,8 +274,8 @@ class _Segment:
         """Return the descriptor of the file. The first call makes it."""
         with self._opening:
             if self._file is None:
-                # A copy of the descriptor outlives the file object; the kernel deletes the file
-                # after it.
+                # A duplicate of the descriptor outlives the file object; the kernel deletes the
+                # file when the duplicate is closed.
                 with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
                     descriptor = os.dup(file.fileno())
                 self._file = descriptor, weakref.finalize(self, os.close, descriptor)

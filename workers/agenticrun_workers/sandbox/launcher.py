@@ -102,7 +102,7 @@ def main() -> None:
     if missing:
         os._exit(0)
     sys.path += order["packages"]
-    # The order, with the code, was its standard input.
+    # Standard input was the order with the code: the code reads an empty one.
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     run(code)
@@ -169,7 +169,7 @@ def set_limits(order: Order) -> str:
     for name, limit in order["limits"].items():
         kind = getattr(resource, f"RLIMIT_{name}")
         _, hard = resource.getrlimit(kind)
-        # A limit of the machine's own that is lower stays.
+        # A hard limit that is lower already stays, because it cannot be raised.
         value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (value, value))
     return ", ".join(f"{name} {limit}" for name, limit in order["limits"].items())
@@ -182,7 +182,7 @@ def unshare(_: Order) -> str:
 
 
 def drop_capabilities(_: Order) -> str:
-    # The kernel knows fewer and says where they end.
+    # Kernels have fewer than 64: the call fails at the first that does not exist.
     for capability in range(64):
         if prctl(PR_CAPBSET_DROP, capability) != 0:
             break
@@ -193,7 +193,7 @@ def drop_capabilities(_: Order) -> str:
 
 
 def forbid_privileges(_: Order) -> str:
-    # Landlock and seccomp need it without privileges.
+    # Without this, Landlock and seccomp would need privileges.
     check("prctl", prctl(PR_SET_NO_NEW_PRIVS, 1))
     check("prctl", prctl(PR_SET_DUMPABLE, 0))
     return "on"
@@ -204,7 +204,7 @@ def restrict_files(order: Order) -> str:
     abi = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
     check("landlock", abi)
     rights = (1 << FILE_RIGHTS_BY_ABI.get(abi, 16)) - 1
-    # Later versions of the ABI also close the network and signals.
+    # ABI 4 can also forbid TCP, and ABI 6 signals and abstract sockets.
     ruleset = (ctypes.c_uint64 * 3)(rights, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     ruleset_fd = libc.syscall(
         LANDLOCK_CREATE, ruleset, ctypes.c_size_t(24 if abi >= 6 else 16 if abi >= 4 else 8), 0

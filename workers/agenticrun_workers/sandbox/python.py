@@ -227,7 +227,7 @@ def _layers(process: Child) -> dict[str, str]:
     with selectors.DefaultSelector() as selector:
         selector.register(process.report, selectors.EVENT_READ)
         said = os.read(process.report, 65536) if selector.select(START_SECONDS) else b""
-    # It may hang, and hold its pipes open.
+    # A launcher that hangs holds its pipes open.
     if not said:
         process.kill()
         errors = os.read(process.errors, 65536)

@@ -161,7 +161,7 @@ def plan_run(run: AgenticRun, shapes: Shapes, gpu: Gpu, *, tokens: int | None = 
         step_time(spec, shapes, gpu, tokens),
         checkpoint_bytes(spec, shapes),
     )
-    # The search for changes plans dozens of runs.
+    # The search for changes plans dozens of runs, so it is left out if everything fits.
     if not plan.too_large():
         return plan
     changes = tuple(_changes(run, plan, shapes, gpu))
@@ -251,7 +251,6 @@ def _engines(spec: AgenticRunSpec, shapes: Shapes, gpu: Gpu) -> Iterator[Place]:
     engine = engine_memory(spec, shape, gpu.memory)
     count = spec.actors(Role.INFERENCE)
     if settings.gpus:
-        # What the engine's own budget does not count.
         outside = engine.outside + (CONTEXT if spec.colocated else 0)
         which = "the GPU" if strategy.gpus == 1 else f"each of {strategy.gpus} GPUs"
         yield Place(

@@ -229,7 +229,7 @@ class MappedBucket:
 
     def _create(self, header: bytes) -> None:
         size = len(header) + self.bucket.data_bytes
-        # "x": a file of another process would be written by both.
+        # "x": a file that exists belongs to another process, and both would write to it.
         with self.path.open("xb") as file:
             try:
                 # Without space, a write to the mapped file would kill the process (SIGBUS).

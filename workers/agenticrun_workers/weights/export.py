@@ -81,7 +81,8 @@ class BucketWriter:
 
     def _finish(self, bucket: Bucket, overwrite: _Overwrite) -> WrittenBucket:
         delta = overwrite.delta()
-        # In shared memory beside the bucket: other nodes fetch it, receivers here need neither.
+        # In shared memory beside the bucket, for other nodes. Receivers on this node read the
+        # bucket.
         if delta is not None:
             (self._folder / bucket.delta_file).write_bytes(delta.data)
         base = self._checksums.get(bucket.index)

@@ -57,7 +57,6 @@ SHM_ADVICE = (
 
 def _torch(cards: list[str]) -> Finding:
     """Import PyTorch as a run does, in a process of its own: a broken one may crash."""
-    # In a process of its own: a broken installation may crash instead of raising.
     program = "import torch; print(torch.__version__, torch.cuda.device_count())"
     try:
         done = subprocess.run(

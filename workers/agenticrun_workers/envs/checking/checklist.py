@@ -213,7 +213,7 @@ async def splits(subject: Subject) -> Finding:
     """
     both = [await episodes(subject, split) for split in (Stream.TRAIN, Stream.VALIDATION)]
     warmup = await episodes(subject, Stream.WARMUP)
-    # With one episode only, both splits have to have it.
+    # If there is only one episode, both splits have it.
     if len({str(each) for each in both[0]}) < 2:
         return not_checked("one episode only")
     train, validation = [

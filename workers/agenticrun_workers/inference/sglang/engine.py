@@ -167,7 +167,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         http = ServerClient(process)
         self._started = _Server(http, SglangControl(http), model)
         await process.start()
-        # The probe below is a request like any other.
+        # Allowed already, because the probe below is a request like any other.
         self._refusal = ""
         try:
             with readable_answer():

@@ -413,7 +413,7 @@ class SessionCaches(Caches):
             return self._free.pop()
         oldest = next(name for name, slot in self._sessions.items() if not slot.busy)
         slot = self._sessions.pop(oldest)
-        # The session that had it has lost its place.
+        # Its tokens are those of the session that has lost it.
         slot.idle_T = slot.idle_T[:0]
         return slot
 

@@ -440,7 +440,8 @@ def in_batches(
         fits = bool(last) and (len(last) + 1) * running.pending <= max_tokens
         if (
             fits
-            # Padding costs as much as tokens, so lengths in a batch differ by two times at most.
+            # Padding costs as much as tokens, so lengths in a batch differ by a factor of two at
+            # most.
             and running.pending <= 2 * last[0].pending
             # Decoding apart from prompts: its rows would be padded to the length of a prompt.
             and (running.pending == 1) == (last[0].pending == 1)

@@ -129,7 +129,7 @@ def check_parity(model: PreTrainedModel, forward: Forward, max_length: int) -> N
         pending = [ids_T[start:end] for ids_T, start, end in zip(ids_2T, cached, ends, strict=True)]
         try:
             logits_2V = forward.logits(cache, 1, cached, pending)
-        # Says nothing about the model.
+        # Running out of memory says nothing about the model.
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # what a model does with a cache that it does not know

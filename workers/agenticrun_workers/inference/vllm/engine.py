@@ -382,8 +382,8 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             self._refusal = None
             try:
                 with self._load.held():
-                    # Aborts and pauses take the server's own time, which is not the engine's
-                    # idleness.
+                    # From here on the time is the sync's: the engine is not idle while the server
+                    # pauses.
                     await self._hold()
                     await self._workers("begin_weights")
                     check = self._running.model.update_check()
@@ -415,7 +415,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         )
 
     async def _resume_server(self) -> None:
-        # A failed update, or a pause of the caller, holds the server on.
+        # After a failed update, or while the caller has paused the engine, the server stays paused.
         if not self._paused and self._refusal is None:
             await self._http.post("/resume", {}, seconds=STEP_SECONDS)
 

@@ -216,7 +216,7 @@ class FunctionJudge(Judge):
     calls_at_once = 8
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        # Refused when the run is checked, and not in the first episode.
+        # Wrong arguments are refused when the run is checked, and not in the first episode.
         inspect.signature(function).bind(None, **arguments)
         self._function = partial(function, **arguments)
 

@@ -130,7 +130,7 @@ class LLMJudge(Judge):
                     if response.status == 200:
                         return _content(await response.text())
                     problem = f"HTTP {response.status}: {(await response.text())[:MAX_SHOWN]}"
-                    # A refusal will not change.
+                    # The service would refuse a retry as well.
                     if response.status not in RETRIED:
                         break
             except (aiohttp.ClientError, ConnectionError) as error:

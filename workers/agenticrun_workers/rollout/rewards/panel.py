@@ -89,7 +89,7 @@ class JudgePanel:
         `judge/<name>/{seconds,cached}`. If a judge fails, it also has `judge/<name>/failures` and
         ends with env_error.
         """
-        # Nothing was said that could be judged.
+        # The policy has written nothing that could be judged.
         if not trajectory.turns:
             return trajectory
         queues = [queue for queue in self._queues if queue.scores_tag(trajectory.tag)]
@@ -114,8 +114,8 @@ class JudgePanel:
             else:
                 metrics[f"reward/{name}"] = score
                 added += weighted
-        # Without all its scores the reward would be another one than that of the group's other
-        # members.
+        # With a score missing, the reward could not be compared with those of the rest of the
+        # group.
         if failures:
             return replace(
                 trajectory,
@@ -206,7 +206,7 @@ class _JudgeQueue:
 
     def _flush(self) -> None:
         """Send all waiting episodes to the judge in one call."""
-        # A full batch leaves before its time.
+        # A full batch is sent before its window ends.
         if self._window is not None:
             self._window.cancel()
             self._window = None
@@ -267,7 +267,7 @@ class _JudgeQueue:
 
 def _checked_scores(answers: Iterable[Judgement], episodes: int) -> list[Judgement]:
     scores = [checked(each, "its score is") for each in answers]
-    # Scores that are missing would be given to the wrong episodes.
+    # If one is missing, it is not known which, and scores could go to the wrong episodes.
     if len(scores) != episodes:
         raise JudgeFailed(f"it gave {len(scores)} scores for {episodes} episodes")
     return scores
