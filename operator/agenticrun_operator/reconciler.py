@@ -605,7 +605,8 @@ class Reconciler:
 def _state(key: Key, cached: RunCache) -> RunState:
     """Return what the metrics show of a run."""
     run = cached.run
-    return RunState(key, run.status, cached.progress, cached.totals, run.spec.pipeline.save_steps)
+    saves = run.spec.pipeline.save_steps if resources.storage_of(run) else 0
+    return RunState(key, run.status, cached.progress, cached.totals, saves)
 
 
 def _held_gpus(cached: RunCache) -> Counter[str]:

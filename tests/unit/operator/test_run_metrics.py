@@ -158,6 +158,16 @@ async def test_steps_that_no_checkpoint_holds_are_unsaved_and_then_lost(
     assert scraped(operator)["agenticrun_run_lost_steps_total"] == [({}, 3)]
 
 
+async def test_a_run_without_storage_has_no_checkpoint_that_could_be_too_old() -> None:
+    world = World()
+    world.apply_run(("spec.checkpoint", {"none": True}))
+    operator = Operator(world)
+    await training(operator, 7)
+    found = scraped(operator)
+    assert found["agenticrun_run_step"] == [({}, 7)]
+    assert not {"agenticrun_run_save_steps", "agenticrun_run_unsaved_steps"} & set(found)
+
+
 async def test_the_series_of_a_deleted_run_go(world: World, operator: Operator) -> None:
     await training(operator)
     world.delete_run()
