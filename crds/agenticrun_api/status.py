@@ -197,7 +197,7 @@ class RoleStatus(Model):
     name: Annotated[str, Field(max_length=32)]
     """Name of the role."""
     desired: Number
-    """Pods that the role has in the spec."""
+    """Pods that the role is to have: those of the spec, or fewer if its queue admits fewer."""
     ready: Number
     """Pods that are ready."""
     joining: Number = 0

@@ -269,7 +269,7 @@ SERIES = (
     ),
     Series(
         "agenticrun_run_pods",
-        "Pods that a role has in the spec.",
+        "Pods that a role is to have: those of the spec, or fewer if its queue admits fewer.",
         _until_end(lambda status: [((role.name,), float(role.desired)) for role in status.roles]),
         ("role",),
     ),
