@@ -78,6 +78,21 @@ def test_the_autoscaler_scales_by_the_metric_that_the_adapter_makes() -> None:
         assert name in STEP_METRICS, "the operator serves it"
 
 
+def test_the_autoscaler_removes_pods_one_by_one() -> None:
+    """Without a policy all surplus pods go at once when the stabilization window is over."""
+    autoscaler = yaml.safe_load((ADAPTER.parent / "hpa.yaml").read_text())["spec"]
+    down = autoscaler["behavior"]["scaleDown"]
+    seconds = down["stabilizationWindowSeconds"]
+    assert down["policies"] == [{"type": "Pods", "value": 1, "periodSeconds": seconds}]
+
+
+def test_the_run_that_the_autoscaler_scales_trains_on_while_its_pods_change() -> None:
+    run = yaml.safe_load((ROOT / "examples/frozen-lake.yaml").read_text())["spec"]
+    assert "queue" not in run
+    assert not run["pipeline"].get("deterministic")
+    assert "Broadcast" not in json.dumps(run["pipeline"])
+
+
 def test_plain_prometheus_scrapes_each_operator() -> None:
     """A Service with an address sends a scrape to the leader or to a stand-by."""
     (text,) = (
