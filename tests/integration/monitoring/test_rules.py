@@ -1,4 +1,7 @@
-"""The chart's alerts, by promtool: each fires when it should, and none in a healthy cluster."""
+"""The chart's alerts, by promtool: each fires when it should, and none in a healthy cluster.
+
+And what the fleet's dashboard shows of runs that do not train.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import yaml
 
 from pages import blocks
-from prometheus_server import RULES, exposed, promtool
+from prometheus_server import RULES, exposed, panels, promtool
 from testcluster import ROOT
 
 CASES = Path(__file__).parent / "rules_test.yaml"
@@ -68,6 +71,41 @@ def test_the_cases_have_the_series_that_the_operator_has() -> None:
             labels = set(re.findall(r"(\w+)=", braces)) - {"job", "instance"}
             if name not in ("up", "process_resident_memory_bytes"):
                 assert labels == set(exposed()[name].labels), item["series"]
+
+
+def test_runs_that_need_no_steps_have_no_time_without_a_step(tmp_path: Path) -> None:
+    phases = ("Running", "Restarting", "Queued", "Suspended", "Succeeded", "Failed")
+    (longest,) = panels()["fleet: Longest time without a step"]
+    series = {"agenticrun_run_phase": 1, "agenticrun_run_last_step_timestamp_seconds": 60}
+    document = {
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {
+                        "series": f'{name}{{namespace="runs",run="{phase}"{label}}}',
+                        "values": f"{value}x20",
+                    }
+                    for name, value in series.items()
+                    for phase in phases
+                    for label in (f',phase="{phase}"' if name.endswith("phase") else "",)
+                ],
+                "promql_expr_test": [
+                    {
+                        "expr": longest,
+                        "eval_time": "15m",
+                        "exp_samples": [
+                            {"labels": f'{{namespace="runs",run="{phase}"}}', "value": 840}
+                            for phase in phases[:2]
+                        ],
+                    }
+                ],
+            }
+        ]
+    }
+    file = tmp_path / "panel.yaml"
+    file.write_text(yaml.safe_dump(document))
+    promtool("test", "rules", file)
 
 
 def test_prometheus_takes_the_configuration_of_the_page(tmp_path: Path) -> None:

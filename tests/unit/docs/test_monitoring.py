@@ -112,6 +112,15 @@ def test_plain_prometheus_scrapes_each_operator() -> None:
     assert job["dns_sd_configs"] == [{"names": names}]
 
 
+def test_no_line_is_without_its_name() -> None:
+    """`or vector(0)` adds a line without labels to those of `sum by (...)`."""
+    for file in DASHBOARDS:
+        for panel in json.loads(file.read_text())["panels"]:
+            for target in panel["targets"]:
+                named = "{{" in target["legendFormat"]
+                assert not (named and "vector(" in target["expr"]), f"{file.name}: {panel['title']}"
+
+
 def test_panels_have_numbers_places_and_titles_of_their_own() -> None:
     uids = [json.loads(file.read_text())["uid"] for file in DASHBOARDS]
     assert len(set(uids)) == len(uids) == 3
