@@ -181,13 +181,24 @@ class Applier:
             Conflict: the run has changed since it was read.
             NotFound: the run no longer exists.
             Refused: the apiserver refuses both.
+            TooLarge: both are too large.
+            Denied: an admission policy or missing rights prevent it.
         """
         if plan.status is None:
             return document
         metrics.STATUS_WRITES.inc()
+        try:
+            return await self._store_all_or_without_reports(document, plan.status)
+        except (Refused, TooLarge, Denied):
+            metrics.REFUSED_STATUS_WRITES.inc()
+            raise
+
+    async def _store_all_or_without_reports(
+        self, document: Manifest, status: AgenticRunStatus
+    ) -> Manifest:
         uid = document["metadata"]["uid"]
         try:
-            stored = await self._kube.write_status(document, plan.status)
+            stored = await self._kube.write_status(document, status)
             self._refused.discard(uid)
             return stored
         except (Refused, TooLarge) as error:
@@ -205,7 +216,7 @@ class Applier:
         if current is None:
             raise NotFound(metadata["name"])
         # From the stored status, because the values in memory may be the ones that are refused.
-        reduced = without_reports(plan.status, repair_status(current.get("status")))
+        reduced = without_reports(status, repair_status(current.get("status")))
         return await self._kube.write_status(document, reduced)
 
     def forget(self, run: AgenticRun) -> None:

@@ -81,6 +81,10 @@ WRITE_FAILURES = Counter(
     ["error"],
 )
 STATUS_WRITES = Counter("agenticrun_operator_status_writes_total", "Writes of a run's status.")
+REFUSED_STATUS_WRITES = Counter(
+    "agenticrun_operator_refused_status_writes_total",
+    "Writes of a run's status that the apiserver refused, also without what the pods report.",
+)
 SUBMISSIONS = Counter("agenticrun_operator_submissions_total", "Drivers submitted to Ray.")
 REFUSED_SUBMISSIONS = Counter(
     "agenticrun_operator_refused_submissions_total", "Submissions that Ray did not accept."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -11,12 +12,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from agenticrun_api import AgenticRunStatus, ConditionType, Phase
 from agenticrun_api.status import CheckpointStatus, JobStatus
 from agenticrun_operator.applying import without_reports
 from agenticrun_operator.errors import (
     ClusterError,
+    Conflict,
+    Denied,
     KubeUnavailable,
     Refused,
     TooLarge,
@@ -302,9 +306,14 @@ async def hostile(world: World, operator: Operator) -> None:
     await operator.settle(3)
 
 
+def refused_statuses() -> float:
+    return REGISTRY.get_sample_value("agenticrun_operator_refused_status_writes_total") or 0.0
+
+
 async def test_what_a_driver_reports_cannot_stop_the_status(
     world: World, operator: Operator
 ) -> None:
+    before = refused_statuses()
     await hostile(world, operator)
     assert (world.status.phase, world.status.step, world.status.checkpoint) == (
         Phase.RUNNING,
@@ -313,6 +322,7 @@ async def test_what_a_driver_reports_cannot_stop_the_status(
     )
     await follow(operator, 120)
     assert happened(world).count("StatusRefused") == 1
+    assert refused_statuses() == before, "the run is steered: no critical alert"
     world.refuse_status = lambda _: False
     world.drive(3)
     await follow(operator, 30)
@@ -368,6 +378,37 @@ async def test_nothing_follows_a_status_that_is_refused_without_reports_too(
         with pytest.raises(Refused):
             await operator.reconcile()
     assert (world.stop_requests, happened(world).count("StatusRefused")) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "counted"),
+    [
+        (Refused("bad"), 1),
+        (TooLarge("large"), 1),
+        (Denied("a policy denied the request"), 1),
+        (Conflict("the run has changed"), 0),
+        (KubeUnavailable("no answer"), 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_statuses_that_cannot_be_stored_at_all_are_counted(
+    world: World,
+    operator: Operator,
+    monkeypatch: pytest.MonkeyPatch,
+    error: ClusterError,
+    counted: int,
+) -> None:
+    await training(operator)
+
+    async def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(world, "write_status", refuse)
+    world.change_run(("suspend", True))
+    before = refused_statuses()
+    with contextlib.suppress(ClusterError):  # a conflict is handled
+        await operator.reconcile()
+    assert refused_statuses() - before == counted
 
 
 def test_what_decides_survives_without_the_texts() -> None:
