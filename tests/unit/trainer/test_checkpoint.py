@@ -79,6 +79,71 @@ def test_saving_changes_nothing_and_loading_goes_on_from_any_step(
         assert torch.equal(saved, again), "loading has changed the next update"
 
 
+class PartlyUsed(nn.Module):
+    """A module with a head that gets no gradient until it is used."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.used, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.uses_head = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.used(inputs)
+        if self.uses_head:
+            hidden = self.head(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("trained_before", [0, 1], ids=["new", "trained before"])
+@pytest.mark.parametrize("head_before", [False, True], ids=["head unused", "head used"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_parameter_without_a_gradient_so_far_is_saved_and_loaded(
+    trained_before: int, head_before: bool, fused: bool, tmp_path: Path
+) -> None:
+    def made(seed: int) -> tuple[PartlyUsed, torch.optim.Optimizer]:
+        module = PartlyUsed(seed)
+        return module, torch.optim.AdamW(module.parameters(), lr=0.1, fused=fused)
+
+    module, optimizer = made(0)
+    train(module, optimizer, 2)
+    checkpoint.save(tmp_path, module, optimizer, {})
+    unsaved, its_optimizer = made(0)
+    train(unsaved, its_optimizer, 2)
+    loaded, loaded_optimizer = made(1)
+    loaded.uses_head = head_before
+    train(loaded, loaded_optimizer, trained_before)
+    checkpoint.load(tmp_path, loaded, loaded_optimizer, {})
+    for uses_head in (False, True):
+        for one, steps in (
+            (module, optimizer),
+            (unsaved, its_optimizer),
+            (loaded, loaded_optimizer),
+        ):
+            one.uses_head = uses_head
+            train(one, steps, 2)
+    for saved, same, again in zip(
+        module.parameters(), unsaved.parameters(), loaded.parameters(), strict=True
+    ):
+        assert torch.equal(saved, same), "saving has changed the next update"
+        assert torch.equal(saved, again), "loading has changed the next update"
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_saving_keeps_gradients(trained: int, tmp_path: Path) -> None:
+    module = PartlyUsed()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    train(module, optimizer, trained)
+    module.uses_head = True
+    module(torch.ones(2, 3)).square().sum().backward()
+    before = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    checkpoint.save(tmp_path, module, optimizer, {})
+    for parameter, gradient in zip(module.parameters(), before, strict=True):
+        assert gradient is not None
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+
+
 def test_a_checkpoint_does_not_choose_the_kernel_of_the_optimizer(saved: Folder) -> None:
     """An unfused AdamW wrote it: DeepSpeed's, or that of an older version."""
     module, _ = a_module()

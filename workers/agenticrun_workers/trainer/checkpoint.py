@@ -229,14 +229,11 @@ def load_state(location: Location, state: ModuleState, progress: dict[str, int])
 
 
 def _module_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModuleState:
-    fresh = optimizer is not None and not optimizer.state
+    if optimizer is not None:
+        _complete(optimizer)
     model_state, optimizer_state = get_state_dict(
         module, _listed(optimizer), options=_options(module)
     )
-    if optimizer is not None and fresh:
-        # torch makes the state by a step without gradients, which would count as a step.
-        for state in optimizer.state.values():
-            state["step"].zero_()
     if (
         describe_lora(module) is not None
     ):  # torch leaves frozen ones in under the second names of tied parameters
@@ -250,6 +247,34 @@ def _module_state(module: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     return ModuleState(
         architecture_of(module), parameters, describe_lora(module), model_state, optimizer_state
     )
+
+
+@torch.no_grad()
+def _complete(optimizer: torch.optim.Optimizer) -> None:
+    """Give trained parameters that have no optimizer state the state of step 0.
+
+    A parameter has none until its first gradient, and some never get one, such as those of the
+    sparse indexer of DeepSeek V3.2. A checkpoint holds the state of all, as all trainers read it.
+    """
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    new = [parameter for parameter in trained if not optimizer.state.get(parameter)]
+    if not new:
+        return
+    gradients = [parameter.grad for parameter in trained]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in trained:
+        parameter.grad = None
+    for parameter in new:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in new:  # zero gradients do not count as a step
+        optimizer.state[parameter]["step"].zero_()
+    for parameter, gradient in zip(trained, gradients, strict=True):
+        parameter.grad = gradient
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _options(module: nn.Module, *, strict: bool = True) -> StateDictOptions:
