@@ -269,7 +269,7 @@ def _targets(model: PreTrainedModel, targets: tuple[str, ...]) -> list[str]:
         if isinstance(layer, nn.Linear | Conv1D) and layer is not output
     ]
     for target in targets:
-        found = {name for name in layers if name == target or name.endswith(f".{target}")}
+        found = [name for name in layers if name == target or name.endswith(f".{target}")]
         if not found:
             if any(name.endswith(f".{target}") for name, _ in model.named_parameters()):
                 raise UnknownTarget(f"{target} holds all experts, which adapters leave as they are")
