@@ -25,6 +25,8 @@ class FakeKueue:
     """There is quota for the run."""
     elastic_pods: int = 1024
     """There is quota for so many pods of the pod set that may have fewer."""
+    admits_parts: bool = True
+    """Its feature gate PartialAdmission. Without it, its webhook drops `minCount`."""
     works: bool = True
     """False: its controllers are stopped."""
     refusal: tuple[str, str] = ("Pending", NO_QUOTA)
@@ -62,11 +64,15 @@ class FakeKueue:
                 self._set(workload, now, "Admitted", *said)
 
     def _schedule(self, workload: Manifest, now: datetime) -> None:
-        counts = workloads.pod_counts(workload)
+        counts, enough = workloads.pod_counts(workload), self.free
         for item in workload["spec"]["podSets"]:
-            if "minCount" in item and item["minCount"] <= self.elastic_pods:
-                counts[item["name"]] = min(counts[item["name"]], self.elastic_pods)
-        if not self.free:
+            if not self.admits_parts:
+                item.pop("minCount", None)
+            if "minCount" in item:
+                asked = counts[item["name"]]
+                counts[item["name"]] = min(asked, self.elastic_pods)
+                enough = enough and min(asked, item["minCount"]) <= self.elastic_pods
+        if not enough:
             self._set(workload, now, "QuotaReserved", "False", *self.refusal)
             return
         assignments: list[dict[str, Any]] = [

@@ -84,13 +84,15 @@ def wait(state: State, obstacle: Obstacle | None, way_on: str) -> Result:
 
 
 def _is_outdated(state: State, found: Manifest) -> bool:
-    """Return True if a Workload does not ask for the pods that the run has in its spec now.
+    """Return True if a Workload does not ask for the pods, or the fewest pods, of the spec.
 
     One that holds quota for more pods than these is kept.
     """
     if workloads.holds_quota(found) and not workloads.is_evicted(found):
         return not situation.is_covered(state, found)
-    return workloads.pod_counts(found) != state.wanted_pods
+    wanted = state.wanted_pods
+    fewest = wanted | state.applied.spec.roles.fewest_in_a_queue
+    return workloads.pod_counts(found) != wanted or workloads.fewest_pods(found) != fewest
 
 
 def _ask(state: State) -> Result:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agenticrun_api import AgenticRun, Role
+from agenticrun_api.names import GROUP
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, child_metadata, is_deleting
 from agenticrun_operator.resources.raycluster import Placement, ray_cluster
@@ -28,6 +29,9 @@ KUEUE_VERSION = "v1beta2"
 MIN_KUEUE = "0.15"
 """The first release of Kueue that serves `KUEUE_VERSION`."""
 
+_ANNOTATION_FEWEST = f"{GROUP}/fewest-pods"
+"""The `minCount` that was asked for, as role=number. With its feature gate PartialAdmission off,
+Kueue drops the field itself."""
 _READ_BY_KUEUE = (
     "nodeSelector",
     "affinity",
@@ -90,10 +94,12 @@ def build(
     if queue.priority_class:
         reference = {"group": KUEUE_GROUP, "kind": PRIORITY_KIND, "name": queue.priority_class}
         spec |= {"priorityClassRef": reference, "priority": priority}
+    asked = ",".join(f"{name}={number}" for name, number in fewest.items())
     return {
         "apiVersion": f"{KUEUE_GROUP}/{KUEUE_VERSION}",
         "kind": WORKLOAD_KIND,
-        "metadata": child_metadata(run, name_of(run)),
+        "metadata": child_metadata(run, name_of(run))
+        | {"annotations": {_ANNOTATION_FEWEST: asked}},
         "spec": spec,
     }
 
@@ -167,6 +173,14 @@ def pod_counts(found: Manifest) -> dict[str, int]:
         item["name"]: item.get("count", 1) - given_back.get(item["name"], 0)
         for item in found["spec"].get("podSets", ())
     }
+
+
+def fewest_pods(found: Manifest) -> dict[str, int]:
+    """Return the fewest pods of each role with which Kueue was asked to admit a Workload."""
+    annotations = found["metadata"].get("annotations") or {}
+    role, _, number = annotations.get(_ANNOTATION_FEWEST, "").partition("=")
+    asked = {role: int(number)} if number.isdecimal() else {}
+    return {name: min(asked.get(name, count), count) for name, count in pod_counts(found).items()}
 
 
 def admitted_pods(found: Manifest) -> dict[str, int]:

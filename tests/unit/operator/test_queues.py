@@ -561,6 +561,81 @@ async def test_only_one_role_may_have_fewer_pods_and_only_if_its_user_says_so(
     assert {item["name"]: item["minCount"] for item in asked if "minCount" in item} == fewest
 
 
+async def test_a_run_that_waits_is_admitted_with_the_min_replicas_that_its_user_adds() -> None:
+    operator = a_run(("spec.roles.env", {"replicas": 4}), free=False)
+    world = operator.world
+    await operator.settle()
+    kueue(world).elastic_pods = 2
+    world.change_run(("roles.env.minReplicas", 2))
+    await operator.settle()
+    kueue(world).free = True
+    await operator.settle(8)
+    assert [job.replicas["env"] for job in world.jobs] == [2]
+    assert world.quota_faults == []
+
+
+async def test_a_run_is_not_admitted_again_with_fewer_pods_than_its_user_allows_now() -> None:
+    operator = a_run(("spec.roles.env", {"replicas": 4, "minReplicas": 1}))
+    world = operator.world
+    kueue(world).elastic_pods = 2
+    await training(operator, checkpoint=checkpoint(world, 1))
+    world.change_run(("roles.env.minReplicas", 3))
+    await operator.settle(3)
+    assert (world.status.phase, world.stop_requests) == (Phase.RUNNING, 0)
+    evict(world)
+    await operator.settle(2)
+    driver_stops(world, saved=1)
+    await operator.settle(4)
+    kueue(world).free = True
+    await pass_time(operator, 60)
+    assert queued(world) == ("Queued", "True", "Queued")
+    assert holds_nothing(world)
+    kueue(world).elastic_pods = 3
+    await operator.settle(8)
+    assert [job.replicas["env"] for job in world.jobs] == [2, 3]
+    assert world.quota_faults == []
+
+
+async def test_less_quota_than_min_replicas_admits_no_pods() -> None:
+    operator = a_run(("spec.roles.env", {"replicas": 4, "minReplicas": 2}))
+    world = operator.world
+    kueue(world).elastic_pods = 1
+    await pass_time(operator, 60)
+    assert queued(world) == ("Queued", "True", "Queued")
+    assert holds_nothing(world)
+
+
+async def test_a_kueue_that_admits_no_parts_keeps_the_place_of_a_run_with_min_replicas() -> None:
+    operator = a_run(("spec.roles.env", {"replicas": 4, "minReplicas": 2}), free=False)
+    world = operator.world
+    kueue(world).admits_parts = False
+    await operator.settle()
+    place = workload(world)["metadata"]["uid"]
+    await pass_time(operator, 120)
+    assert not [item for item in workload(world)["spec"]["podSets"] if "minCount" in item]
+    assert workload(world)["metadata"]["uid"] == place
+
+
+async def test_a_run_that_has_become_as_small_as_its_min_replicas_keeps_its_place() -> None:
+    operator = a_run(("spec.roles.env", {"replicas": 3, "minReplicas": 1}))
+    world = operator.world
+    await training(operator, checkpoint=checkpoint(world, 1), **follows(3))
+    place = workload(world)["metadata"]["uid"]
+    world.change_run(("roles.env.replicas", 1))
+    await operator.settle(2)
+    world.drive(1, checkpoint=checkpoint(world, 1), **follows(1))
+    await operator.settle(4)
+    evict(world)
+    await operator.settle(2)
+    driver_stops(world, saved=1)
+    await operator.settle(4)
+    kueue(world).free = True
+    await operator.settle(8)
+    assert [job.replicas["env"] for job in world.jobs] == [3, 1]
+    assert workload(world)["metadata"]["uid"] == place
+    assert world.quota_faults == []
+
+
 async def test_a_partly_admitted_run_that_wants_other_numbers() -> None:
     operator = a_run(("spec.roles.env", {"replicas": 4, "minReplicas": 1}))
     world = operator.world
