@@ -12,7 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -219,6 +219,7 @@ async def place(plane: Cluster, tmp_path: Path) -> AsyncIterator[Place]:
         await found.until(
             "all runs are gone", lambda: not (found.cluster.runs or found.cluster.pods)
         )
+    assert found.quota.looks
     assert not found.quota.faults
 
 
@@ -240,6 +241,8 @@ async def _place(plane: Cluster, folder: Path) -> AsyncIterator[Place]:
             finally:
                 watching.cancel()
                 await asyncio.to_thread(place.operator.stop)
+                with suppress(asyncio.CancelledError):
+                    await watching  # raises what has ended the watch
     finally:
         await kube.close()
 
