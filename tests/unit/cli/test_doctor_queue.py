@@ -39,23 +39,31 @@ def a_cluster_queue(*flavors: dict[str, Any], **spec: Any) -> dict[str, Any]:
     used = flavors or (flavor("a100", QUOTA),)
     covered = [item["name"] for item in used[0]["resources"]]
     groups = [{"coveredResources": covered, "flavors": list(used)}]
-    return {"metadata": {"name": "gpus"}, "spec": {"resourceGroups": groups, **spec}, "status": {}}
+    fields = {"namespaceSelector": {}, "resourceGroups": groups, **spec}
+    return {"metadata": {"name": "gpus"}, "spec": fields, "status": {}}
 
 
 def named(*names: str, **fields: Any) -> list[dict[str, Any]]:
     return [{"metadata": {"name": name}, **fields} for name in names]
 
 
-LOCAL = named("research", spec={"clusterQueue": "gpus"}, status={"pendingWorkloads": 3})
+def local_queue(**spec: Any) -> list[dict[str, Any]]:
+    metadata = {"name": "research", "namespace": "team"}
+    status = {"pendingWorkloads": 3}
+    return [{"metadata": metadata, "spec": {"clusterQueue": "gpus", **spec}, "status": status}]
+
+
+LOCAL = local_queue()
+NAMESPACES = [{"metadata": {"name": "team", "labels": {"tier": "research"}}}]
 
 
 def test_a_queue_that_is_open_is_shown_with_what_waits_in_it() -> None:
-    found = queue_is_open(a_run(), LOCAL, [a_cluster_queue()], [])
+    found = queue_is_open(a_run(), LOCAL, [a_cluster_queue()], [], NAMESPACES)
     assert (found.verdict, found.advice) == (Verdict.OK, "")
     assert found.found == "research leads to ClusterQueue gpus; 3 wait in it"
 
 
-HELD = named("research", spec={"clusterQueue": "gpus", "stopPolicy": "Hold"})
+HELD = local_queue(stopPolicy="Hold")
 INACTIVE = a_cluster_queue() | {
     "status": {"conditions": [{"type": "Active", "status": "False", "message": "no flavor h100"}]}
 }
@@ -69,6 +77,20 @@ INACTIVE = a_cluster_queue() | {
         (a_run(), LOCAL, None, "gpus, which does not exist", "creates it"),
         (a_run(), HELD, a_cluster_queue(), "stopPolicy Hold", "of the LocalQueue to None"),
         (a_run(), LOCAL, a_cluster_queue(stopPolicy="HoldAndDrain"), "ClusterQueue gpus", "None"),
+        (
+            a_run(),
+            LOCAL,
+            a_cluster_queue(namespaceSelector=None),
+            "takes runs of no namespace",
+            "sets spec.namespaceSelector",
+        ),
+        (
+            a_run(),
+            LOCAL,
+            a_cluster_queue(namespaceSelector={"matchLabels": {"tier": "production"}}),
+            "takes no runs of namespace team",
+            "changes spec.namespaceSelector",
+        ),
         (a_run(), LOCAL, INACTIVE, "no flavor h100", "kubectl describe clusterqueue gpus"),
         (
             a_run(queue={"name": "research", "priorityClass": "urgent"}),
@@ -82,14 +104,34 @@ INACTIVE = a_cluster_queue() | {
 def test_a_queue_that_admits_no_run_says_whose_move_it_is(
     run: AgenticRun, local: Any, cluster: Any, words: str, move: str
 ) -> None:
-    found = queue_is_open(run, local, [cluster] if cluster else [], named("low"))
+    found = queue_is_open(run, local, [cluster] if cluster else [], named("low"), NAMESPACES)
     assert found.verdict is Verdict.FAILED
     assert words in found.found
     assert move in found.advice
 
 
-def quota(run: AgenticRun, cluster: dict[str, Any], *flavors: str) -> Finding:
-    return queue_has_quota(run, LOCAL, [cluster], named(*(flavors or ("a100",))))
+@pytest.mark.parametrize(
+    "selector",
+    [
+        {"matchLabels": {"tier": "research"}},
+        {"matchExpressions": [{"key": "tier", "operator": "NotIn", "values": ["production"]}]},
+    ],
+)
+def test_a_queue_for_the_namespace_of_the_run_is_open(selector: dict[str, Any]) -> None:
+    cluster = a_cluster_queue(namespaceSelector=selector)
+    assert queue_is_open(a_run(), LOCAL, [cluster], [], NAMESPACES).verdict is Verdict.OK
+
+
+def test_a_namespace_that_cannot_be_read_is_no_fault() -> None:
+    cluster = a_cluster_queue(namespaceSelector={"matchLabels": {"tier": "production"}})
+    assert queue_is_open(a_run(), LOCAL, [cluster], [], []).verdict is Verdict.OK
+
+
+def quota(
+    run: AgenticRun, cluster: dict[str, Any], *flavors: str, resources: Any = None
+) -> Finding:
+    configuration = yaml.safe_dump({"resources": resources})
+    return queue_has_quota(run, LOCAL, [cluster], named(*(flavors or ("a100",))), configuration)
 
 
 def test_a_run_that_fits_into_its_queue() -> None:
@@ -129,6 +171,29 @@ def test_a_run_that_its_queue_can_never_admit(
     assert found.verdict is Verdict.FAILED
     assert words in found.found
     assert found.advice
+
+
+@pytest.mark.parametrize(
+    ("resources", "verdict"),
+    [
+        ({"excludeResourcePrefixes": ["ephemeral-"]}, Verdict.OK),
+        ({"excludeResourcePrefixes": ["example.com/"]}, Verdict.FAILED),
+        ({"quotaCheckStrategy": "IgnoreUndeclared"}, Verdict.OK),
+        ({"quotaCheckStrategy": "BlockUndeclared"}, Verdict.FAILED),
+        ({"transformations": [{"input": GPU}]}, Verdict.NOT_CHECKED),
+        ({"transformations": [{"input": "example.com/mig"}]}, Verdict.FAILED),
+    ],
+)
+def test_a_resource_that_kueue_ignores_needs_no_quota(resources: Any, verdict: Verdict) -> None:
+    cluster = a_cluster_queue(flavor("a100", {"cpu": "64", "memory": "1Ti", GPU: 8}))
+    assert quota(a_run(), cluster, resources=resources).verdict is verdict
+
+
+def test_settings_that_cannot_be_read_may_ignore_a_resource() -> None:
+    cluster = a_cluster_queue(flavor("a100", {"cpu": "64", "memory": "1Ti", GPU: 8}))
+    found = queue_has_quota(a_run(), LOCAL, [cluster], named("a100"), "")
+    assert found.verdict is Verdict.FAILED
+    assert "which cannot be read, ignore it" in found.advice
 
 
 def test_the_pods_of_a_role_go_to_one_flavor_and_roles_to_several() -> None:
@@ -188,11 +253,13 @@ class WithKueue(Kubectl):
     def __init__(self) -> None:
         super().__init__()
         self.crds = [NEW_CRD]
+        self.name = "kueue-controller-manager"
         self.image = "registry.k8s.io/kueue/kueue:v0.19.2"
         self.configuration: dict[str, Any] | None = {
             "integrations": {"externalFrameworks": [FRAMEWORK]}
         }
         self.denied = "nothing"
+        self.unreadable: tuple[str, ...] = ()
 
     @override
     def run(self, *words: str, timeout: float = 60.0) -> bytes:
@@ -200,15 +267,19 @@ class WithKueue(Kubectl):
             if self.denied in " ".join(words):
                 raise SourceError("kubectl auth can-i list: ")
             return b"yes"
+        if words[1] in self.unreadable:
+            raise SourceError(f"kubectl get {words[1]}: forbidden")
         return json.dumps({"items": self._items(words[1])}).encode()
 
     def _items(self, kind: str) -> list[dict[str, Any]]:
         operator = deployment("agenticrun", "operator:1.0", "system", **OPERATOR)
-        kueue = deployment("kueue-controller-manager", self.image, "kueue-system")
+        kueue = deployment(self.name, self.image, "kueue-system")
+        viz = deployment("kueueviz", "registry.k8s.io/kueue/kueueviz-backend:v0.1.0", "viz")
         data = {"controller_manager_config.yaml": yaml.safe_dump(self.configuration)}
         found: dict[str, list[dict[str, Any]]] = {
             "crd": self.crds,
-            "deployments": [operator, kueue],
+            "deployments": [operator, viz, kueue],
+            "namespaces": NAMESPACES,
             "configmaps": [{"data": data}] if self.configuration else [],
             "localqueues.v1beta2.kueue.x-k8s.io": LOCAL,
             "clusterqueues.v1beta2.kueue.x-k8s.io": [a_cluster_queue()],
@@ -235,7 +306,11 @@ def test_a_run_with_a_queue_has_a_row_for_kueue_its_queue_and_its_quota(tmp_path
         ({"crds": []}, "does not serve Workloads", "installs Kueue 0.15 or newer"),
         ({"crds": [CRD]}, "v1beta1, and not v1beta2", "upgrades Kueue"),
         ({"image": "registry.k8s.io/kueue/kueue:v0.14.0"}, "v0.14.0", "0.15 or newer"),
-        ({"configuration": {"integrations": {}}}, "may queue their RayClusters", FRAMEWORK),
+        (
+            {"configuration": {"integrations": {"frameworks": ["ray.io/raycluster"]}}},
+            "may queue their RayClusters",
+            FRAMEWORK,
+        ),
         ({"denied": "list agenticruns"}, "may not read AgenticRuns", "docs/queues.md"),
         ({"denied": "update workloads"}, "may not update workloads", "kueue.enabled=true"),
         ({"denied": "get resourceflavors"}, "may not get resourceflavors", "kueue.enabled=true"),
@@ -251,6 +326,39 @@ def test_what_an_administrator_must_set_in_kueue(
     assert found.verdict is Verdict.FAILED
     assert words in found.found
     assert move in found.advice
+
+
+@pytest.mark.parametrize(
+    "configuration", [{"integrations": {}}, {"integrations": {"frameworks": ["batch/job"]}}]
+)
+def test_a_kueue_that_queues_no_rayclusters_need_not_know_runs(
+    configuration: dict[str, Any], tmp_path: Path
+) -> None:
+    kubectl = WithKueue()
+    kubectl.configuration = configuration
+    assert kueue_row(kubectl, tmp_path).verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "registry.k8s.io/kueue/kueue:v0.19.2",
+        "mirror.example/kueue@sha256:" + 64 * "0",
+        "mirror.example/kueue",
+    ],
+)
+def test_a_kueue_of_any_name_is_found_by_its_image(image: str, tmp_path: Path) -> None:
+    kubectl = WithKueue()
+    kubectl.name, kubectl.image = "queues", image
+    assert "queues" in kueue_row(kubectl, tmp_path).found
+
+
+def test_a_user_who_sees_only_the_queues_gets_rows_for_them(tmp_path: Path) -> None:
+    kubectl = WithKueue()
+    kubectl.unreadable = ("deployments", "configmaps", "namespaces")
+    found = run_there(a_run(), tmp_path, kubectl)
+    assert found["Kueue"].verdict is Verdict.NOT_CHECKED
+    assert found["queue"].verdict is found["queue quota"].verdict is Verdict.OK
 
 
 def test_settings_of_kueue_that_cannot_be_read_are_no_fault(tmp_path: Path) -> None:

@@ -132,12 +132,8 @@ def run_there(run: AgenticRun, folder: Path, kubectl: Kubectl) -> dict[str, Find
     if run.spec.queue:
         checks |= {
             "Kueue": _kueue,
-            "queue": lambda kubectl: queue_is_open(
-                run, *_items(kubectl, "localqueues", "clusterqueues", "workloadpriorityclasses")
-            ),
-            "queue quota": lambda kubectl: queue_has_quota(
-                run, *_items(kubectl, "localqueues", "clusterqueues", "resourceflavors")
-            ),
+            "queue": lambda kubectl: _queue(run, kubectl),
+            "queue quota": lambda kubectl: _queue_quota(run, kubectl),
         }
     return {**_checked(checks, kubectl), **objects_exist(run, kubectl)}
 
@@ -147,16 +143,32 @@ def _items(kubectl: Kubectl, *kinds: str) -> list[Objects]:
     return [kubectl.json(f"{kind}.{KUEUE_API}")["items"] for kind in kinds]
 
 
+def _queue(run: AgenticRun, kubectl: Kubectl) -> Finding:
+    local, clusters, priorities = _items(
+        kubectl, "localqueues", "clusterqueues", "workloadpriorityclasses"
+    )
+    namespaces = _readable(lambda: kubectl.json("namespaces")["items"])
+    return queue_is_open(run, local, clusters, priorities, namespaces)
+
+
+def _queue_quota(run: AgenticRun, kubectl: Kubectl) -> Finding:
+    local, clusters, flavors = _items(kubectl, "localqueues", "clusterqueues", "resourceflavors")
+    return queue_has_quota(run, local, clusters, flavors, _configuration(kubectl))
+
+
+def _readable(read: Callable[[], Objects]) -> Objects:
+    """Return what is read; nothing if this user may not read it."""
+    try:
+        return read()
+    except SourceError:
+        return []
+
+
 def _kueue(kubectl: Kubectl) -> Finding:
     name = "metadata.name=workloads.kueue.x-k8s.io"
     if found := serves_workloads(kubectl.json("crd", "--field-selector", name)["items"]):
         return found
-    deployments = [
-        item
-        for item in kubectl.json("deployments", "-A")["items"]
-        if "/kueue" in item["spec"]["template"]["spec"]["containers"][0]["image"]
-        or item["metadata"]["name"] == "kueue-controller-manager"
-    ]
+    deployments = _kueue_deployments(kubectl)
     if not deployments:
         return warning(
             "its CRDs are there; no deployment kueue-controller-manager can be seen",
@@ -165,7 +177,7 @@ def _kueue(kubectl: Kubectl) -> Finding:
     runs = deployments_run(deployments, lambda v: numbers(v) >= MIN_KUEUE, "0.15 or newer")
     if runs.verdict is not Verdict.OK:
         return runs
-    configuration = _configuration(kubectl, deployments)
+    configuration = _configuration(kubectl)
     return (
         (configuration and leaves_rayclusters(configuration))
         or rights_for_queues(kubectl, deployments, _operators(kubectl))
@@ -173,14 +185,24 @@ def _kueue(kubectl: Kubectl) -> Finding:
     )
 
 
-def _configuration(kubectl: Kubectl, kueue: Objects) -> str:
+def _kueue_deployments(kubectl: Kubectl) -> Objects:
+    return [
+        item
+        for item in kubectl.json("deployments", "-A")["items"]
+        # Its dashboard is kueue/kueueviz-backend and kueue/kueueviz-frontend.
+        if re.search(r"/kueue([:@]|$)", item["spec"]["template"]["spec"]["containers"][0]["image"])
+        or item["metadata"]["name"] == "kueue-controller-manager"
+    ]
+
+
+def _configuration(kubectl: Kubectl) -> str:
     """Return Kueue's configuration; empty if it cannot be read."""
     where = ("--field-selector", "metadata.name=kueue-manager-config")
-    namespace = kueue[0]["metadata"]["namespace"]
-    try:
-        found: Objects = kubectl.json("configmaps", "-n", namespace, *where)["items"]
-    except SourceError:
+    deployments = _readable(lambda: _kueue_deployments(kubectl))
+    if not deployments:
         return ""
+    namespace = deployments[0]["metadata"]["namespace"]
+    found = _readable(lambda: kubectl.json("configmaps", "-n", namespace, *where)["items"])
     return next((text for item in found for text in (item.get("data") or {}).values()), "")
 
 

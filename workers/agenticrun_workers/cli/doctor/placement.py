@@ -48,9 +48,9 @@ class Node:
     def is_selected_by(self, selector: Mapping[str, Any]) -> bool:
         """Return whether one term of a node selector matches, as in node affinity and volumes."""
         return any(
-            all(_matches(item, self.labels) for item in term.get("matchExpressions") or [])
+            all(matches(item, self.labels) for item in term.get("matchExpressions") or [])
             and all(
-                _matches(item, {"metadata.name": self.name})
+                matches(item, {"metadata.name": self.name})
                 for item in term.get("matchFields") or []
             )
             for term in selector.get("nodeSelectorTerms") or []
@@ -68,7 +68,7 @@ _OPERATORS: Mapping[str, Callable[[str | None, list[str]], bool]] = {
 }
 
 
-def _matches(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+def matches(expression: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     """Return whether labels satisfy an expression. An unknown operator counts as satisfied."""
     satisfied = _OPERATORS.get(str(expression.get("operator")))
     value, wanted = labels.get(str(expression.get("key"))), expression.get("values") or []

@@ -12,9 +12,15 @@ from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import GROUP, KIND, PLURAL, VERSION
 from agenticrun_api.quantities import quantity
 from agenticrun_api.roles import REPORTER_RESOURCES
-from agenticrun_workers.cli.doctor.placement import Amounts, Objects, requests_of, shown
+from agenticrun_workers.cli.doctor.placement import (
+    Amounts,
+    Objects,
+    matches,
+    requests_of,
+    shown,
+)
 from agenticrun_workers.cli.kubectl import Kubectl, SourceError
-from agenticrun_workers.findings import Finding, failed, ok, warning
+from agenticrun_workers.findings import Finding, failed, not_checked, ok, warning
 
 KUEUE_VERSION = "v1beta2"
 KUEUE_API = f"{KUEUE_VERSION}.kueue.x-k8s.io"
@@ -55,7 +61,7 @@ def leaves_rayclusters(configuration: str) -> Finding | None:
     """
     parsed = yaml.safe_load(configuration) or {}
     integrations = parsed.get("integrations") or {}
-    queues = "ray.io/raycluster" in (integrations.get("frameworks") or ["ray.io/raycluster"])
+    queues = "ray.io/raycluster" in (integrations.get("frameworks") or [])
     if not queues or FRAMEWORK in (integrations.get("externalFrameworks") or []):
         return None
     return failed(
@@ -113,9 +119,21 @@ def _may(kubectl: Kubectl, account: str, verb: str, *resource: str) -> bool | No
 
 
 def queue_is_open(
-    run: AgenticRun, local_queues: Objects, cluster_queues: Objects, priorities: Objects
+    run: AgenticRun,
+    local_queues: Objects,
+    cluster_queues: Objects,
+    priorities: Objects,
+    namespaces: Objects,
 ) -> Finding:
-    """Return whether the queue that a run names leads to a ClusterQueue that admits runs."""
+    """Return whether the queue that a run names leads to a ClusterQueue that admits runs.
+
+    Args:
+        run: the run.
+        local_queues: those of its namespace.
+        cluster_queues: all.
+        priorities: all WorkloadPriorityClasses.
+        namespaces: as far as they can be read.
+    """
     queue = run.spec.queue
     assert queue is not None
     local = _named(local_queues, queue.name)
@@ -161,16 +179,39 @@ def queue_is_open(
                 f"its administrator corrects it: kubectl describe {kind.lower()} "
                 f"{item['metadata']['name']}",
             )
+    selector, namespace = cluster["spec"].get("namespaceSelector"), local["metadata"]["namespace"]
+    if selector is None:
+        return failed(
+            f"ClusterQueue {target} takes runs of no namespace",
+            "its administrator sets spec.namespaceSelector ({}: all namespaces)",
+        )
+    there = _named(namespaces, namespace)
+    if there and not _selects(selector, there["metadata"].get("labels") or {}):
+        return failed(
+            f"ClusterQueue {target} takes no runs of namespace {namespace}",
+            "its administrator changes spec.namespaceSelector, or the labels of the namespace",
+        )
     waiting = (local.get("status") or {}).get("pendingWorkloads", 0)
     return ok(f"{queue.name} leads to ClusterQueue {target}; {waiting} wait in it")
 
 
 def queue_has_quota(
-    run: AgenticRun, local_queues: Objects, cluster_queues: Objects, flavors: Objects
+    run: AgenticRun,
+    local_queues: Objects,
+    cluster_queues: Objects,
+    flavors: Objects,
+    configuration: str,
 ) -> Finding:
     """Return whether the ClusterQueue can ever admit a run, and whether it can now.
 
     Kueue places all pods of a role on one flavor of each resource group.
+
+    Args:
+        run: the run.
+        local_queues: those of its namespace.
+        cluster_queues: all.
+        flavors: all.
+        configuration: Kueue's, as YAML; empty if it cannot be read.
     """
     assert run.spec.queue is not None
     local = _named(local_queues, run.spec.queue.name)
@@ -179,13 +220,28 @@ def queue_has_quota(
         return failed("there is no ClusterQueue", "see the row queue")
     name, groups = cluster["metadata"]["name"], cluster["spec"].get("resourceGroups") or []
     needed = dict(_asked(run))
+    settings = (yaml.safe_load(configuration) or {}).get("resources") or {}
+    changed = {item["input"] for item in settings.get("transformations") or []}
+    if found := sorted(changed & {name for amounts in needed.values() for name in amounts}):
+        return not_checked(f"Kueue counts {found[0]} in its own way (resources.transformations)")
     covered = {resource for group in groups for resource in group["coveredResources"]}
+    ignores = settings.get("quotaCheckStrategy") == "IgnoreUndeclared"
+    excluded = tuple(settings.get("excludeResourcePrefixes") or ())
+    needed = {
+        role: {
+            name: amount
+            for name, amount in amounts.items()
+            if not name.startswith(excluded) and (name in covered or not ignores)
+        }
+        for role, amounts in needed.items()
+    }
+    unless = "" if configuration else ", unless Kueue's settings, which cannot be read, ignore it"
     for role, amounts in needed.items():
         if lacking := sorted(amounts.keys() - covered):
             return failed(
                 f"ClusterQueue {name} has no quota for {lacking[0]}, which {role.value} pods ask "
                 "for",
-                f"its administrator adds {', '.join(lacking)} to spec.resourceGroups",
+                f"its administrator adds {', '.join(lacking)} to spec.resourceGroups{unless}",
             )
     known = {item["metadata"]["name"] for item in flavors}
     used, short = _reserved(cluster), ""
@@ -219,6 +275,12 @@ def queue_has_quota(
             "the run waits (Queued) until other runs end, or preempts runs of lower priority",
         )
     return ok(f"ClusterQueue {name} has quota for all pods now")
+
+
+def _selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Return whether a label selector selects what has these labels."""
+    exact = (selector.get("matchLabels") or {}).items() <= labels.items()
+    return exact and all(matches(one, labels) for one in selector.get("matchExpressions") or [])
 
 
 def _named(items: Objects, name: str) -> dict[str, Any] | None:
