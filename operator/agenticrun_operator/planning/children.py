@@ -522,8 +522,9 @@ def scale(state: State, rescaling: Rescaling) -> Result:
         role: (made, wanted)
         for role, (made, wanted) in rescaling.changes.items()
         if (pool := pools.get(role)) and not pool.fixed
+        if (wanted > made and not situation.beyond_quota(state, {role: (made, wanted)}))
         # While one starts, its pod seems to be vacant.
-        if wanted > made or (pool.replicas == wanted and not (pool.leaving or pool.joining))
+        or (pool.replicas == wanted < made and not (pool.leaving or pool.joining))
     }
     if not due:
         return result

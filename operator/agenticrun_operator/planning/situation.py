@@ -439,21 +439,23 @@ def find_rescaling(state: State) -> Rescaling:
     """
     run = state.run
     made = resources.replicas_in(state.run, state.cluster) if state.cluster else {}
+    # Quota that is given back may count only after the user wants the pods again.
+    admitted = workloads.admitted_pods(state.workload) if state.workload else {}
     changes = {
         Role(name): (made[name], wanted)
         for name, wanted in run.spec.roles.elastic.items()
-        if made.get(name, wanted) != wanted
+        if name in made and (made[name] != wanted or admitted.get(name, wanted) < wanted)
     }
     if not changes:
         return Rescaling({})
-    begun, text = state.status.stopping, describe(changes)
+    begun, text, quota = state.status.stopping, describe(changes), beyond_quota(state, changes)
     if begun and begun.cause is StopCause.RESCALE:
-        return Rescaling(changes, restart=True, text=text)
+        return Rescaling(changes, restart=True, text=f"{text} ({quota})" if quota else text)
     error = state.scaling_error
     if error is not None and not isinstance(error, errors.RightMissing):
         # What denies or refuses this RayCluster would do so with a new one, too.
         return Rescaling(changes, text=text, kept=str(error))
-    why: str | None = str(error or "") or _beyond_quota(state, changes)
+    why: str | None = str(error or "") or quota
     why = why or _why_driver_cannot_follow(state, changes)
     if why is None:
         return Rescaling(changes, text=text)
@@ -467,7 +469,7 @@ def find_rescaling(state: State) -> Rescaling:
     return Rescaling(changes, restart=True, text=text)
 
 
-def _beyond_quota(state: State, changes: dict[Role, tuple[int, int]]) -> str:
+def beyond_quota(state: State, changes: dict[Role, tuple[int, int]]) -> str:
     """Return which new replicas a queue has to admit first; empty: none."""
     queue, found = state.run.spec.queue, state.workload
     if queue is None or found is None:
@@ -504,6 +506,8 @@ def describe(changes: dict[Role, tuple[int, int]]) -> str:
     """Return changes of replicas as a clause."""
     return " and ".join(
         f"roles.{role.value}.replicas changed from {made} to {wanted}"
+        if made != wanted
+        else f"roles.{role.value} has {made} pods"
         for role, (made, wanted) in changes.items()
     )
 

@@ -705,6 +705,34 @@ async def test_quota_that_was_given_back_is_asked_for_again() -> None:
     assert world.quota_faults == []
 
 
+async def test_pods_whose_quota_was_given_back_too_late_go_through_the_queue() -> None:
+    """The answer of Kueue's webhook was slow, and the user wanted the pods again before it."""
+    operator = a_run(("spec.roles.env", {"replicas": 3}))
+    world = operator.world
+    await training(operator, checkpoint=checkpoint(world, 1), **follows(3))
+    workload(world)["status"]["reclaimablePods"] = [{"name": "env", "count": 2}]
+    await operator.settle(2)
+    found = condition(world, ConditionType.SUSPENDED)
+    assert "roles.env has 3 pods (queue research has admitted 1)" in found.message
+    driver_stops(world, saved=1)
+    await operator.settle(10)
+    assert workloads.admitted_pods(workload(world))["env"] == 3
+    assert [job.replicas["env"] for job in world.jobs] == [3, 3]
+    assert world.quota_faults == []
+
+
+async def test_a_run_that_keeps_its_pods_gets_no_more_than_the_queue_has_admitted() -> None:
+    operator = a_run(("spec.checkpoint", {"none": True}), ("spec.roles.env", {"replicas": 1}))
+    world = operator.world
+    await training(operator, **follows(1))
+    world.change_run(("roles.env.replicas", 2))
+    await operator.settle(3)
+    assert "the run keeps its pods" in condition(world, ConditionType.SUSPENDED).message
+    assert len(world.pods(Role.ENV)) == 1
+    assert (world.status.phase, world.stop_requests) == (Phase.RUNNING, 0)
+    assert world.quota_faults == []
+
+
 async def test_no_pods_are_added_while_kueue_cannot_be_read() -> None:
     operator = a_run(("spec.roles.env", {"replicas": 4, "minReplicas": 1}))
     world = operator.world
