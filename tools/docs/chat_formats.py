@@ -33,13 +33,14 @@ spec:
     # earlierReasoning: Keep                     # or Template
 ```
 
-- **Exact tokens.** What the policy sampled is never tokenised again. Only the text between two
-  answers is rendered.
+- **Exact tokens.** What the policy sampled is never tokenised again, except in the prompt of a new
+  sequence. Only the text between two answers is rendered.
 - **Reasoning of earlier turns.** With `earlierReasoning: Keep` it stays in the prompt, even where
   the template drops it: an episode is one sequence. With `Template` it is dropped where the chat
   template drops it, as `agenticrun serve` does, and a new sequence begins there. Agent `multi_turn`
   then has a sample for each turn, an outside agent a trajectory for each part of the conversation.
-  Neither masks it: every sampled token is trained once. `step_wise` never shows it.
+  Neither masks it: every sampled token is trained once. `step_wise` shows only what
+  `actionPattern` finds.
 - **Answers end** at the template's end of turn, the tokenizer's end of sequence, those of
   `generation_config.json`, and the token after a tool call.
 - **No system role**: the instruction joins the first user message.

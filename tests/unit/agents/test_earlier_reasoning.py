@@ -12,7 +12,15 @@ import pytest
 from agenticrun_workers.agents import ChatFormat, ChatTemplateError, make_agent
 from agenticrun_workers.agents.outside.session import Policy, Session
 from agenticrun_workers.agents.registry import AgentConfigError
-from agenticrun_workers.types import ChatSettings, StopReason, Trajectory
+from agenticrun_workers.agents.turn_based import Exchange
+from agenticrun_workers.types import (
+    ChatSettings,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    StopReason,
+    Trajectory,
+)
 from byte_level import byte_level_tokenizer
 from outside_agents import CORPUS, EPISODE, LIMITS, Says, check_token_for_token, user
 from template_tokenizers import template_tokenizer, templates
@@ -209,7 +217,42 @@ def test_tokens_that_continue_an_answer_are_refused() -> None:
         make_agent("math_multi_turn", {}, tokenizer=made(), limits=LIMITS)
 
 
-def test_a_long_conversation_is_bridged_as_before_if_the_run_keeps_reasoning() -> None:
-    chat = ChatFormat(made(drops=False))
-    assert not chat.drops_between_turns
-    assert len(chat.bridge(np.array([], np.int32), [user("Sure?")]))
+MALFORMED = [
+    "<|channel|>final<|message|>1<|end|>x<|channel|>analysis<|message|>Hm.",
+    "x<|channel|>analysis<|message|>Hm.",
+    "<|channel|>analysis<|message|>a<|channel|>analysis<|message|>b<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>1",
+    "x<|channel|>anal<|end|>ysis<|message|>Hm.<|chan<|end|>nel|>analysis<|message|>",
+    "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.add<|message|>{"a": 2}',
+]
+
+
+@pytest.mark.parametrize("malformed", MALFORMED)
+def test_a_malformed_answer_can_be_followed_where_the_template_refuses_its_marks(
+    malformed: str,
+) -> None:
+    tokenizer = template_tokenizer("gptoss", templates()["gptoss"])
+    tokenizer.chat_settings = replace(tokenizer.chat_settings, drops_reasoning=True)
+    agent: Any = make_agent("multi_turn", {}, tokenizer=tokenizer, limits=LIMITS)
+    prompt_T = agent.prompt("Count.", [Exchange("0?", malformed, "1", True)], "1?")
+    assert "1?" in agent.chat.shown(prompt_T)
+
+
+async def test_a_malformed_answer_that_the_template_refuses_is_continued_as_sampled() -> None:
+    tokenizer = template_tokenizer("gptoss", templates()["gptoss"])
+    tokenizer.chat_settings = replace(tokenizer.chat_settings, drops_reasoning=True)
+    chat = ChatFormat(tokenizer)
+    texts = iter([MALFORMED[0], "<|channel|>final<|message|>Yes."])
+
+    async def policy(request: GenerationRequest) -> Generation:
+        tokens_T = chat.answer(next(texts))
+        logprobs_T = np.zeros(len(tokens_T), np.float32)
+        return Generation(tokens_T, logprobs_T, np.zeros_like(tokens_T), FinishReason.STOP)
+
+    its = Session(Policy(tokenizer, chat, LIMITS, "policy"), EPISODE, policy)
+    answer = await say(its, [user("2 + 2?")])
+    await say(its, [user("2 + 2?"), answer, user("Sure?")])
+    ((_, second),) = prompts(its)
+    assert MALFORMED[0] in second
+    assert [each.valid for each in its.recorded.answers] == [False, True]

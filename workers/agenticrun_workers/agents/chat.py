@@ -352,10 +352,26 @@ class ChatFormat:
         return self._reader.read(text, ended=ended, tools=tools)
 
     def message(self, text: str, *, ended: bool) -> Message:
-        """Return an answer as a message, with its reasoning apart."""
+        """Return an answer as a message, with its reasoning apart.
+
+        Special tokens in it are left out if the template refuses them there, as gpt-oss does: a
+        malformed answer is invalid, and does not end the episode with an error.
+        """
         parsed = self.parse(text, ended=ended)
         said = {"role": "assistant", "content": parsed.content}
-        return said | ({} if parsed.reasoning is None else {"reasoning_content": parsed.reasoning})
+        if parsed.reasoning is not None:
+            said["reasoning_content"] = parsed.reasoning
+        marked = any(mark in part for mark in self._added for part in said.values())
+        if marked and not self._renders(self._adapted([_USER, said, _USER])):
+            return {key: self._unmarked(part) for key, part in said.items()}
+        return said
+
+    def _unmarked(self, text: str) -> str:
+        """Return a text without special tokens, and without those that their removal creates."""
+        marks = re.compile("|".join(map(re.escape, self._added)))
+        while (rest := marks.sub("", text)) != text:
+            text = rest
+        return text
 
     def first_call_end(self, text: str) -> int | None:
         """Return the place after the first whole tool call of an answer, or None."""

@@ -2,10 +2,10 @@
 
 A client sends its whole conversation with every request. The longest part that ends with a recorded
 answer is replaced by the recorded tokens, and only the rest is tokenised. So no sampled text is
-tokenised again, and the answers form a tree: a conversation that is repeated or changed half-way is
-a fork, and one with a different beginning is a root. So is one that loses the reasoning of earlier
-answers (`spec.model.earlierReasoning: Template`). Clients that name their conversations
-(`X-Session-ID`) have a tree for each name.
+tokenised again, except in the prompt of a new sequence. The answers form a tree: a conversation
+that is repeated or changed half-way is a fork, and one with a different beginning is a root. So is
+one that loses the reasoning of earlier answers (`spec.model.earlierReasoning: Template`). Clients
+that name their conversations (`X-Session-ID`) have a tree for each name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from agenticrun_workers.agents.agent import AgentLimits, Episode, Generate, answered
-from agenticrun_workers.agents.chat import ChatFormat
+from agenticrun_workers.agents.chat import ChatFormat, ChatTemplateError
 from agenticrun_workers.agents.chat_families import DEMANDING, ParsedAnswer
 from agenticrun_workers.agents.outside import anthropic_messages, responses
 from agenticrun_workers.agents.outside.api import (
@@ -138,7 +138,11 @@ class RecordedAnswers:
                 continued_T = np.concatenate([before.sampled.prompt_T, tokens_T, added_T])
                 if chat.drops_reasoning(added, calls, tools):
                     answered = [message.for_template for message in before.conversation]
-                    whole_T = chat.conversation([*answered, *added], tools)
+                    try:
+                        whole_T = chat.conversation([*answered, *added], tools)
+                    except ChatTemplateError:
+                        # The template refuses a malformed answer, which stays as it was sampled.
+                        return continued_T, before
                     if chat.shown(whole_T) != chat.shown(continued_T):
                         return whole_T, None
                 return continued_T, before
