@@ -164,6 +164,21 @@ def test_text_arguments_get_the_type_of_the_schema(value: str, typed: dict[str, 
     assert calls(answer) == [("add", typed)]
 
 
+@pytest.mark.parametrize("family", ["hermes", "gpt_oss", "gemma4", "deepseek"])
+def test_a_json_text_that_the_schema_allows_is_no_number(family: str) -> None:
+    either = {"type": ["string", "integer"]}
+    nullable = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    for schema, value in ((either, "1"), (either, "007"), (nullable, "None")):
+        known = {"a": {"type": "integer"}, "s": schema}
+        tool = {
+            "type": "function",
+            "function": {"name": "add", "parameters": {"properties": known}},
+        }
+        text = CALLS[family].replace('"1"', f'"{value}"').replace('<|"|>1', f'<|"|>{value}')
+        answer = reader(family).read(text, ended=True, tools=[tool])
+        assert calls(answer) == [("add", {"a": 1, "s": value})]
+
+
 REFERRED: dict[str, Any] = {
     "type": "object",
     "$defs": {
@@ -181,6 +196,12 @@ REFERRED: dict[str, Any] = {
         "older": {"type": "integer", "nullable": True},
         "word": {"enum": ["1", "2"]},
         "number": {"enum": [1, 2, None]},
+        "either": {"enum": ["1", 2]},
+        "consts": {"oneOf": [{"const": "1"}, {"const": 2}]},
+        "auto": {"enum": ["auto", 1, None]},
+        "first": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "same": {"$ref": "#/properties/first/anyOf/0"},
+        "after": {"$ref": "#/properties/first/anyOf/-1"},
         "fixed": {"const": True},
         "loop": {"$ref": "#/$defs/Loop"},
         "any": True,
@@ -204,6 +225,13 @@ TYPED: list[tuple[str, str, Any]] = [
     ("word", "1", "1"),
     ("number", "1", 1),
     ("number", "null", None),
+    ("either", "1", "1"),
+    ("consts", "1", "1"),
+    ("auto", "1", 1),
+    ("auto", "auto", "auto"),
+    ("auto", "null", None),
+    ("same", "1", 1),
+    ("after", "null", "null"),
     ("fixed", "true", True),
     ("loop", "1", 1),
     ("any", "1", "1"),

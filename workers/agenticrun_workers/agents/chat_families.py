@@ -413,7 +413,9 @@ class AnswerReader:
     def _read(self, text: str, ended: bool, tools: Tools) -> ParsedAnswer:
         from transformers.utils.chat_parsing.response_parser import ResponseParser
 
-        parser = ResponseParser(self._compiled, prefix=self._begun, tools=_with_types(tools))
+        called = self._compiled.fields.get(CALLS)
+        typed = _with_types(tools, json_values=called is not None and called.content == "json")
+        parser = ResponseParser(self._compiled, prefix=self._begun, tools=typed)
         events = parser.feed(text)
         message, last = parser.finalize()
         content = str(message.get(CONTENT, ""))
@@ -527,21 +529,25 @@ def _nesting(value: Any) -> int:
     return depth
 
 
-def _with_types(tools: Tools) -> list[dict[str, Any]]:
+def _with_types(tools: Tools, *, json_values: bool) -> list[dict[str, Any]]:
     """Return tools with the types of their arguments, as transformers reads them.
 
     It turns texts into values of these types, and follows no references.
+
+    Args:
+        json_values: arguments are JSON, where a string that the schema allows is meant as one.
     """
     typed = []
     for tool in tools:
         function = tool.get("function") or {}
         root = function.get("parameters")
         known = root.get("properties") if isinstance(root, Mapping) else None
-        types = {
-            name: {"type": types_of(schema, root)}
-            for name, schema in (known.items() if isinstance(known, Mapping) else ())
-        }
-        typed.append({"name": function.get("name"), "parameters": {"properties": types}})
+        properties = {}
+        for name, schema in known.items() if isinstance(known, Mapping) else ():
+            types = types_of(schema, root)
+            keeps_text = json_values and "string" in types
+            properties[name] = {"type": [] if keeps_text else types}
+        typed.append({"name": function.get("name"), "parameters": {"properties": properties}})
     return typed
 
 

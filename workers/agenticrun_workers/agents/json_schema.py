@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Schema = Any
@@ -18,6 +19,10 @@ _TYPES = {
     type(None): "null",
 }
 _CHOICES = ("anyOf", "oneOf", "allOf")
+_NO_TEXT = re.compile(
+    r"\s*(?:[-+]?[\d._]+(?:[eE][-+]?\d+)?|(?i:true|false)|null|None|[{\[].*)\s*", re.S
+)
+"""Texts that are read as a value of another type where the schema allows one."""
 _SAYS_TYPE = ("$ref", "type", "enum", "const", *_CHOICES)
 
 
@@ -33,7 +38,8 @@ def resolved(root: Schema, reference: Any) -> Schema:
         if place != "#":
             raise KeyError(reference)
         for part in parts:
-            found = found[part.replace("~1", "/").replace("~0", "~")]
+            key = part.replace("~1", "/").replace("~0", "~")
+            found = found[int(key) if isinstance(found, list) and key.isdecimal() else key]
     except (LookupError, TypeError) as error:
         raise KeyError(reference) from error
     return found
@@ -42,11 +48,14 @@ def resolved(root: Schema, reference: Any) -> Schema:
 def types_of(schema: Schema, root: Schema) -> list[str]:
     """Return the types that a value may have, in the schema's order; none if it may have any.
 
+    None also for a list of values in which a type says too little, such as "1" and 2.
+
     Args:
         schema: it may refer to others and list alternatives.
         root: the schema that references start from.
     """
     found: list[str] = []
+    listed: list[Any] = []
     seen: set[str] = set()
     left = [schema]
     while left:
@@ -69,8 +78,10 @@ def types_of(schema: Schema, root: Schema) -> list[str]:
             found += [each for each in declared if isinstance(each, str)]
         elif isinstance(values := part.get("enum"), list):
             found += [_TYPES[type(each)] for each in values]
+            listed += values
         elif "const" in part:
             found.append(_TYPES[type(part["const"])])
+            listed.append(part["const"])
         elif choices is not None:
             typed = [each for each in choices if isinstance(each, Mapping) and _says_type(each)]
             if len(typed) < len(choices) and "allOf" not in part:
@@ -79,7 +90,13 @@ def types_of(schema: Schema, root: Schema) -> list[str]:
         else:
             return []
         found += ["null"] if part.get("nullable") is True else []
-    return [*dict.fromkeys(found)]
+    return [] if _is_ambiguous(listed) else [*dict.fromkeys(found)]
+
+
+def _is_ambiguous(values: Sequence[Any]) -> bool:
+    """Return True if a listed text would be read as a value of another listed type."""
+    texts = [each for each in values if isinstance(each, str)]
+    return len(texts) < len(values) and any(_NO_TEXT.fullmatch(each) for each in texts)
 
 
 def _says_type(schema: Mapping[str, Any]) -> bool:
