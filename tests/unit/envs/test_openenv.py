@@ -405,6 +405,53 @@ def test_several_kinds_of_actions_are_a_json_object_with_the_fields_of_all() -> 
         assert isinstance(its.parse("fly"), Invalid)
 
 
+BESIDE = {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}, "type": "object"}
+EITHER = [{"required": ["a"]}, {"required": ["b"]}]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**BESIDE, "anyOf": EITHER},
+        {**BESIDE, "oneOf": EITHER},
+        {"allOf": [BESIDE, {"anyOf": EITHER}]},
+        {"$ref": "#/$defs/Base", "anyOf": EITHER, "$defs": {"Base": BESIDE}},
+        {"oneOf": [{"$ref": "#/$defs/Base"}], "anyOf": EITHER, "$defs": {"Base": BESIDE}},
+    ],
+)
+def test_fields_beside_alternatives_belong_to_all_of_them(schema: dict[str, Any]) -> None:
+    its = ActionForm(schema)
+    assert its.parse('{"a": 1}') == {"a": 1}
+    assert its.parse('{"b": "x"}') == {"b": "x"}
+    assert isinstance(its.parse("x"), Invalid)
+
+
+def test_an_object_with_alternatives_inside_a_field_is_not_text() -> None:
+    its = form({"place": {**BESIDE, "anyOf": EITHER}, "n": {"type": "integer"}})
+    assert "place: an object {a: a whole number, b: text}" in its.question()
+
+
+def test_a_constant_of_one_alternative_is_stronger_than_the_field_beside_it() -> None:
+    kinds = [{"properties": {"kind": {"const": each}}, "required": ["kind"]} for each in "xy"]
+    its = ActionForm({"properties": {"kind": {"type": "string"}}, "anyOf": kinds})
+    assert "- kind: x or y" in its.question()
+    assert its.parse('{"kind": "y"}') == {"kind": "y"}
+
+
+def test_references_lead_to_definitions_only_and_not_in_circles() -> None:
+    number: dict[str, Any] = {"type": "integer"}
+    its = ActionForm({"properties": {"x": {"$ref": "#/properties/y"}}, "$defs": {"y": number}})
+    assert its.parse("a") == {"x": "a"}
+    escaped = {"properties": {"x": {"$ref": "#/$defs/a~1b"}}, "$defs": {"a/b": number}}
+    assert ActionForm(escaped).parse("7") == {"x": 7}
+    circle = {"anyOf": [{"$ref": "#/$defs/A"}, number]}
+    its = ActionForm({"properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": circle}})
+    assert its.parse("7") == {"x": 7}
+    itself = {"$ref": "#/$defs/A", "type": "integer"}
+    its = ActionForm({"properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": itself}})
+    assert its.parse("7") == {"x": 7}
+
+
 class Recursive(Model):
     inner: Recursive | None = None
     number: int

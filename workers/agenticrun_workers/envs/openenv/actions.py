@@ -14,6 +14,9 @@ Schema = Mapping[str, Any]
 MOST_CHOICES = 100
 """Values of an integer field with bounds that count as a list of choices."""
 
+DEFINITION = re.compile(r"#/(?:\$defs|definitions)/([^/]+)")
+"""References that are followed: those to a definition of the schema."""
+
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -105,7 +108,7 @@ class ActionForm:
         lines = []
         if self._single is not None:
             lines = [f"Answer with {self._single}: {self._described(self._own[self._single])}."]
-        if len(self._own) > 1:
+        if len(self._own) > 1 or self._single is None:
             lines += [
                 f"{'Or answer' if lines else 'Answer'} with a JSON object that has these fields:",
                 *(
@@ -197,26 +200,49 @@ class ActionForm:
                 return {str(value): value for value in range(math.ceil(low), math.floor(high) + 1)}
         return {}
 
-    def _options(self, part: Schema) -> list[Schema]:
-        """Return the alternatives of a schema without null, which an answer leaves out."""
+    def _options(self, part: Schema, above: tuple[Any, ...] = ()) -> list[Schema]:
+        """Return the alternatives of a schema without null, which an answer leaves out.
+
+        Args:
+            above: the alternatives that lead to this schema. One that refers back to them adds no
+                other value.
+        """
         part = self._resolved(part)
-        alternatives = part.get("anyOf") or part.get("oneOf")
-        if alternatives:
-            return [option for each in alternatives for option in self._options(each)]
+        key = next((key for key in ("anyOf", "oneOf") if part.get(key)), None)
+        if key is not None:
+            alternatives = part[key]
+            if alternatives in above:
+                return []
+            beside = {name: value for name, value in part.items() if name != key}
+            return [
+                option
+                for each in alternatives
+                for option in self._options(
+                    _joined(beside, self._resolved(each)), (*above, alternatives)
+                )
+            ]
         types = part.get("type")
         if isinstance(types, list):
             return [{**part, "type": each} for each in types if each != "null"]
         return [] if types == "null" else [part]
 
-    def _resolved(self, part: Schema, depth: int = 0) -> Schema:
-        """Follow references, whose siblings (a default, a description) stay."""
-        chain = part.get("allOf", ())
-        target = chain[0] if len(chain) == 1 else part
-        name = str(target.get("$ref", "")).rpartition("/")[2]
-        if depth > len(self._defs) or (name not in self._defs and target is part):
-            return part
-        rest = {key: value for key, value in part.items() if key not in ("$ref", "allOf")}
-        return {**self._resolved(self._defs.get(name, target), depth + 1), **rest}
+    def _resolved(self, part: Schema, above: tuple[str, ...] = ()) -> Schema:
+        """Return a schema joined with the ones that it refers to or consists of (`allOf`).
+
+        Args:
+            above: names of the definitions that lead to this schema, which are not followed again.
+        """
+        parts = [*part.get("allOf", ())]
+        found = DEFINITION.fullmatch(str(part.get("$ref", "")))
+        name = found[1].replace("~1", "/").replace("~0", "~") if found else ""
+        if name in self._defs and name not in above:
+            parts.insert(0, self._defs[name])
+            above = (*above, name)
+        joined: Schema = {}
+        for each in parts:
+            joined = _joined(joined, self._resolved(each, above))
+        own = {key: value for key, value in part.items() if key not in ("$ref", "allOf")}
+        return _joined(joined, own)
 
     def _described(self, part: Schema) -> str:
         """Return a schema in words."""
@@ -241,6 +267,17 @@ class ActionForm:
             return f"an object {{{', '.join(fields)}}}"
         names = {"string": "text", "integer": "a whole number", "number": "a number"}
         return names.get(kind, str(kind))
+
+
+def _joined(first: Schema, second: Schema) -> Schema:
+    """Return a schema with the fields of both. Where they differ, the second one counts."""
+    both = {**first, **second}
+    if "properties" in both:
+        both["properties"] = {**first.get("properties", {}), **second.get("properties", {})}
+    if "required" in both:
+        required = [*first.get("required", ()), *second.get("required", ())]
+        both["required"] = [*dict.fromkeys(required)]
+    return both
 
 
 def _chosen(text: str, values: Mapping[str, Any]) -> Any:
