@@ -32,6 +32,9 @@ TOOLS: dict[str, dict[str, Any]] = {
     "text_score": {"answer": "string"},
     "truth_score": {"answer": "string"},
     "nested_score": {"answer": "string"},
+    "point_score": {"answer": "string"},
+    "other_score": {"answer": "string"},
+    "huge_score": {"answer": "string"},
     "failed_score": {"answer": "string"},
     "bad_score": {"answer": "string"},
 }
@@ -76,6 +79,9 @@ FIXED = {
     "text_score": text('{"reward": 0.5, "why": "half"}'),
     "truth_score": text("true"),
     "nested_score": {**text("-"), "structuredContent": {"result": {"reward": 0.25}}},
+    "point_score": text(" .5\n"),
+    "other_score": {**text("0.5"), "structuredContent": {"why": "ok"}},
+    "huge_score": text("1" * 400),
     "failed_score": {**text("1"), "isError": True},
     "bad_score": text("very good"),
 }
@@ -101,6 +107,9 @@ def answer(method: str, asked: dict[str, Any]) -> dict[str, Any]:
                 for name, fields in TOOLS.items()
             ]
             half = len(listed) // 2
+            if "growing" in sys.argv:
+                following = f"{int(asked.get('cursor') or 0) + 1}"
+                return {"result": {"tools": listed[:1], "nextCursor": following}}
             if asked.get("cursor") and "endless" not in sys.argv:
                 return {"result": {"tools": listed[half:]}}
             return {"result": {"tools": listed[:half], "nextCursor": "2"}}

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agenticrun_workers.envs import Env, EnvCalls, EnvFault, Start, make_env
+from agenticrun_workers.envs import Env, EnvCalls, EnvFault, Start, make_env, mcp
 from agenticrun_workers.envs.env import EnvConfigError
 from agenticrun_workers.envs.mcp import RESULT_CHARACTERS
 from agenticrun_workers.seeds import VALIDATION_SEEDS
@@ -138,9 +138,14 @@ async def test_lines_on_stdout_that_are_no_messages_are_skipped() -> None:
         assert (await CALLS.step(env, call("echo", text="a"))).observation == "a"
 
 
-async def test_a_list_of_tools_without_an_end_costs_the_episode() -> None:
-    async with opened(command=[*COMMAND, "endless"]) as env:
-        with pytest.raises(EnvFault, match="lists its tools without an end: '2' is its next page"):
+@pytest.mark.parametrize(("mode", "pages", "cursor"), [("endless", 2, 2), ("growing", 21, 21)])
+async def test_a_list_of_tools_without_an_end_costs_the_episode(
+    mode: str, pages: int, cursor: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp, "MOST_PAGES", 20)
+    message = f"without an end: after {pages} pages, its next page is '{cursor}'"
+    async with opened(command=[*COMMAND, mode]) as env:
+        with pytest.raises(EnvFault, match=message):
             await begin(env)
 
 
@@ -183,6 +188,9 @@ async def test_a_session_is_kept_only_if_the_config_says_so(reuse: bool) -> None
         ("text_score", 0.5),
         ("truth_score", 1.0),
         ("nested_score", 0.25),
+        ("point_score", 0.5),
+        ("other_score", 0.5),
+        ("huge_score", "1', not a number"),
         ("failed_score", "'1', not a number"),
         ("bad_score", "'very good', not a number"),
     ],

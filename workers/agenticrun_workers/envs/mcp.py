@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 RESULT_CHARACTERS = 8_000
 """Default of `resultCharacters`: about 2,000 tokens."""
 
+MOST_PAGES = 1_000
+"""Pages of a list of tools, after which it counts as one without an end."""
+
 FINAL = "When you are done, write the final answer, without a call."
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -324,11 +327,11 @@ class _Session:
             cursor = page.next_cursor
             if not cursor:
                 return found
-            if cursor in cursors:
+            if cursor in cursors or len(cursors) >= MOST_PAGES:
                 self._lost = True
                 raise _fault(
-                    f"the MCP server lists its tools without an end: {cursor!r} is its next page "
-                    "twice"
+                    f"the MCP server lists its tools without an end: after {len(cursors) + 1} "
+                    f"pages, its next page is {cursor[:80]!r}"
                 )
             cursors.add(cursor)
 
@@ -394,18 +397,25 @@ def _part(part: Any) -> str:
 def _number(result: CallToolResult) -> float:
     """Return the reward that a tool returned. Raises `EnvFault`.
 
-    A server without structured content writes it as JSON text.
+    A server without a reward in structured content writes it as text, which may be JSON.
     """
-    found: Any = result.structured_content
+    text = _text(result)
+    found = _named(result.structured_content)
     if found is None:
-        with suppress(ValueError, RecursionError):
-            found = json.loads(_text(result))
-    while isinstance(found, Mapping):
-        found = found.get("reward", found.get("result"))
-    with suppress(TypeError, ValueError):
+        found = text.strip()
+        with suppress(ValueError, RecursionError):  # a number need not be JSON: .5, +1
+            found = _named(json.loads(found))
+    with suppress(TypeError, ValueError, OverflowError):
         if not result.is_error:
             return float(found)
-    raise _fault(f"rewardTool returned {_text(result)[:200]!r}, not a number")
+    raise _fault(f"rewardTool returned {text[:200]!r}, not a number")
+
+
+def _named(found: Any) -> Any:
+    """Return the reward in an object, or the value itself if it is no object."""
+    while isinstance(found, Mapping):
+        found = found.get("reward", found.get("result"))
+    return found
 
 
 def _metrics(
