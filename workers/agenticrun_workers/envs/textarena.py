@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import re
 import string
@@ -159,7 +160,10 @@ class TextArena:
 
     def _others_answer(self, messages: Sequence[Any], player: int) -> str:
         if self._opponent is not None:
-            return str(self._opponent(self._text(messages, player)))
+            answer = self._opponent(self._text(messages, player))
+            if not isinstance(answer, str):
+                raise TypeError(f"opponent: the answer must be a text, not {answer!r:.80}")
+            return answer
         return self._chance.choice(self._offered(_newest(messages)))
 
     def _offered(self, shown: str) -> list[str]:
@@ -204,7 +208,10 @@ def _function(name: str) -> Any:
     module, colon, attribute = name.partition(":")
     if not colon:
         raise ValueError(f"opponent: {name!r} is not module:function")
-    return imported(module, attribute)
+    found = imported(module, attribute)
+    if not callable(found) or inspect.iscoroutinefunction(found):
+        raise ValueError(f"opponent: {name} must be a function, and not an async one")
+    return found
 
 
 def _metrics(valid: bool, success: bool = False) -> dict[str, float]:
