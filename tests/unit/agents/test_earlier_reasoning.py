@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, ChatTemplateError, make_agent
 from agenticrun_workers.agents.outside.session import Policy, Session
 from agenticrun_workers.agents.registry import AgentConfigError
 from agenticrun_workers.agents.turn_based import Exchange
+from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.rollout.env_worker import build_agents
 from agenticrun_workers.types import (
     ChatSettings,
     FinishReason,
@@ -256,3 +259,28 @@ async def test_a_malformed_answer_that_the_template_refuses_is_continued_as_samp
     ((_, second),) = prompts(its)
     assert MALFORMED[0] in second
     assert [each.valid for each in its.recorded.answers] == [False, True]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_weight_of_observations_is_refused_where_each_turn_is_a_sample(
+    drops: bool, weight: float
+) -> None:
+    pipeline = Pipeline.model_validate(
+        {
+            "maxSteps": 1,
+            "rolloutBatchSize": 4,
+            "valBatchSize": 4,
+            "sequenceLength": 256,
+            "envs": [{"tag": "A", "type": "frozen_lake", "maxSteps": 3, "maxTokensPerStep": 2}],
+            "trainEnvs": {"groups": 2, "groupSize": 2, "tags": ["A"]},
+            "valEnvs": {"groups": 2, "tags": ["A"]},
+            "warmup": {"steps": 1, "observationWeight": weight},
+        }
+    )
+    if drops and weight:
+        with pytest.raises(InvalidConfig, match="earlierReasoning: Keep") as refused:
+            build_agents(pipeline, made(drops=drops))
+        assert refused.value.path == "spec.pipeline.warmup.observationWeight"
+    else:
+        assert build_agents(pipeline, made(drops=drops))

@@ -424,6 +424,14 @@ def build_agents(
                 raise InvalidConfig(
                     f"spec.pipeline.envs[{index}].agent.{_field_of(error)}", str(error)
                 ) from error
+    learns_observations = pipeline.warmup is not None and pipeline.warmup.observation_weight > 0
+    if learns_observations and all(getattr(agent, "stepwise", False) for agent in agents.values()):
+        # The operator cannot check it: for multi_turn, the chat template decides.
+        raise InvalidConfig(
+            "spec.pipeline.warmup.observationWeight",
+            "each turn of these agents is a sample without the observation after it: leave it out, "
+            "or set spec.model.earlierReasoning: Keep for multi_turn",
+        )
     return agents
 
 
