@@ -617,11 +617,11 @@ async def test_a_kueue_that_admits_no_parts_keeps_the_place_of_a_run_with_min_re
 
 
 async def test_a_run_that_has_become_as_small_as_its_min_replicas_keeps_its_place() -> None:
-    operator = a_run(("spec.roles.env", {"replicas": 3, "minReplicas": 1}))
+    operator = a_run(("spec.roles.env", {"replicas": 3, "minReplicas": 2}))
     world = operator.world
     await training(operator, checkpoint=checkpoint(world, 1), **follows(3))
     place = workload(world)["metadata"]["uid"]
-    world.change_run(("roles.env.replicas", 1))
+    world.change_run(("roles.env.replicas", 1), ("roles.env.minReplicas", 1))
     await operator.settle(2)
     world.drive(1, checkpoint=checkpoint(world, 1), **follows(1))
     await operator.settle(4)
