@@ -367,7 +367,7 @@ class ChatFormat:
         return said
 
     def _unmarked(self, text: str) -> str:
-        """Return a text without special tokens, and without those that their removal creates."""
+        """Return a text without special tokens, nor the new ones that their removal creates."""
         marks = re.compile("|".join(map(re.escape, self._added)))
         while (rest := marks.sub("", text)) != text:
             text = rest
