@@ -106,10 +106,16 @@ class TinyAttempt:
 
     def training_steps(self) -> dict[int, dict[str, float]]:
         """The logged metrics of each training step."""
-        lines = [
-            json.loads(line) for line in (self._folder / "metrics.jsonl").read_text().splitlines()
-        ]
-        return {line["step"]: line for line in lines if "system/tps" in line}
+        return {int(line["step"]): line for line in self._logged() if "system/tps" in line}
+
+    def parity_gap(self) -> float:
+        """The difference of engines and trainer at the start."""
+        (found,) = (line for line in self._logged() if "engine/parity_gap" in line)
+        return found["engine/parity_gap"]
+
+    def _logged(self) -> list[dict[str, float]]:
+        text = (self._folder / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
 
 
 class InProcessAttempt(TinyAttempt):
