@@ -478,6 +478,12 @@ class Observer:
             pods=self._own_pods(run, pods, cluster, cluster_known=True),
         )
 
+    def _with_passing(self, pod: Pod) -> Pod:
+        """Return the pod with the problem that has not passed in its time."""
+        if pod.passing is None or self._clock() < times.parse_time(pod.passing.counts_from):
+            return pod
+        return replace(pod, problem=pod.problem or pod.passing.problem)
+
     async def _with_reasons(self, run: AgenticRun, pods: tuple[Pod, ...]) -> tuple[Pod, ...]:
         """Add problems that count only after a time, and what no field of a pod says.
 
@@ -486,15 +492,7 @@ class Observer:
         """
         if any(pod.passing for pod in pods):
             # Only here, with a clock, does it show that a problem which usually passes has not.
-            pods = tuple(
-                (
-                    pod
-                    if pod.passing is None
-                    or self._clock() < times.parse_time(pod.passing.counts_from)
-                    else replace(pod, problem=pod.problem or pod.passing.problem)
-                )
-                for pod in pods
-            )
+            pods = tuple(self._with_passing(pod) for pod in pods)
         preparing = [pod for pod in pods if pod.preparing_since is not None]
         stuck = {pod.role: pod for pod in reversed(preparing) if self._is_stuck(pod)}
         if not stuck:

@@ -611,11 +611,15 @@ def _state(key: Key, cached: RunCache) -> RunState:
 
 def _held_gpus(cached: RunCache) -> Counter[str]:
     """Return the GPUs of the pods that have a node and have not ended, by role."""
-    roles, held = cached.run.spec.roles, Counter[str]()
-    for pod in cached.objects.pods:
-        if pod.node and not pod.ended and roles.has(pod.role) and roles.of(pod.role).gpus:
-            held[pod.role.value] += roles.of(pod.role).gpus
-    return held
+    roles = cached.run.spec.roles
+    pods = Counter(pod.role for pod in cached.objects.pods if pod.node and not pod.ended)
+    return Counter(
+        {
+            role.value: count * roles.of(role).gpus
+            for role, count in pods.items()
+            if roles.has(role) and roles.of(role).gpus
+        }
+    )
 
 
 def _identity(document: Manifest) -> Manifest:

@@ -116,7 +116,7 @@ def a_run(name: str, steps: int = STEPS, **queue: Any) -> tuple[Manifest, Manife
 
 @dataclass
 class Quota:
-    """What was seen of the quota."""
+    """Faults of the quota that a watch has seen, and the number of its looks."""
 
     faults: set[str] = field(default_factory=set)
     looks: int = 0

@@ -1,4 +1,4 @@
-"""The metrics of a run, without those that are about the machine: equal runs have equal curves."""
+"""The metrics of a run without those of the machine: equal runs have equal curves."""
 
 from __future__ import annotations
 

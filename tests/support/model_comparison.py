@@ -7,14 +7,17 @@ their own, and the variants; all others are made from their config class with th
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -445,3 +448,16 @@ def _or_refusal(compute: Callable[[], float], folder: str) -> float | str:
 
 def _text(error: Exception, folder: str) -> str:
     return str(error).replace(folder, "the folder")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers about odd sizes."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        transformers.logging.set_verbosity(before)

@@ -5,7 +5,6 @@ One type per mechanism is computed again; with AGENTICRUN_MODEL_TYPES=all, as in
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 import transformers
 
 from docs.model_types import page
-from model_comparison import Case, all_cases, measure
+from model_comparison import Case, all_cases, measure, quiet_transformers
 
 PAGE = (Path(__file__).parents[3] / "docs/model-types.md").read_text()
 
@@ -71,13 +70,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Silence transformers about odd sizes."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
-    transformers.logging.set_verbosity(before)
+    with quiet_transformers():
+        yield
 
 
 def test_every_type_of_the_pinned_transformers_has_a_row() -> None:

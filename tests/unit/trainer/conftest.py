@@ -1,12 +1,13 @@
-"""A tiny model in the dtype that a test asks for."""
+"""A tiny model in the dtype that a test asks for, and a process group that does not stay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from loaded_models import loaded
@@ -26,3 +27,12 @@ def load(folder: Path) -> Callable[[], PreTrainedModel]:
 @pytest.fixture
 def load_float32(folder: Path) -> Callable[[], PreTrainedModel]:
     return lambda: loaded(folder, torch.float32)
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    """Take the process group of a single rank away again."""
+    if dist.is_initialized():  # by a test of another file
+        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()

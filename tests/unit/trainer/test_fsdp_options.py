@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -32,15 +31,6 @@ Load = Callable[[], PreTrainedModel]
 @pytest.fixture
 def samples(load: Load) -> list[Sample]:
     return batch(load(), LOSS)
-
-
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    """The process group that a rank makes which is alone is taken away again."""
-    if dist.is_initialized():  # by a test of another file
-        dist.destroy_process_group()
-    yield
-    dist.destroy_process_group()
 
 
 def test_options_are_taken_under_their_names() -> None:

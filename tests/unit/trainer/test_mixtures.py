@@ -6,7 +6,6 @@ writes. With AGENTICRUN_MODEL_TYPES=all, as in `make drills`, all types; otherwi
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import transformers
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -31,7 +28,14 @@ from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
-from model_comparison import Case, all_cases, make_without_memory, reference, tiny_config
+from model_comparison import (
+    Case,
+    all_cases,
+    make_without_memory,
+    quiet_transformers,
+    reference,
+    tiny_config,
+)
 from model_comparison import write_random as write_files
 from ragged_samples import LOSSES, batch
 from slow_losses import actor_loss
@@ -67,13 +71,8 @@ CASES = {case.name: case for case in all_cases() if (ALL and accepted(case)) or 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Silence transformers about odd sizes."""
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    logging.disable(logging.WARNING)
-    yield
-    logging.disable(logging.NOTSET)
-    transformers.logging.set_verbosity(before)
+    with quiet_transformers():
+        yield
 
 
 def test_each_type_exists() -> None:
@@ -126,15 +125,6 @@ def test_a_mixture_trains_exports_and_resumes(case: Case, tmp_path: Path) -> Non
         each.train_step(samples, LOSS)
     last, again = (dict(each.export_weights()) for each in (policy, resumed))
     assert all(torch.equal(again[name], weight) for name, weight in last.items())
-
-
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    """Take the process group of a single rank away again."""
-    if dist.is_initialized():  # by a test of another file
-        dist.destroy_process_group()
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("_one_rank")

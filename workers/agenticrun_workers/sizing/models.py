@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agenticrun_api import AgenticRunSpec, Role
+from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.models.folder import ModelLoadError
 from agenticrun_workers.models.shape import ModelShape, read_shape, source_shape
 from agenticrun_workers.models.source import ModelSource, ModelSources
@@ -32,30 +33,8 @@ def run_shapes(spec: AgenticRunSpec, config: Path | None = None) -> dict[Role, M
     if config is not None:
         policy = _shape(_read(config), str(config), trust=spec.model.trust_remote_code)
     elif spec.model.initialize is not None:
-        made = spec.model.initialize
-        mixture = (
-            {
-                "moe_intermediate_size": made.intermediate_size,
-                "num_experts": made.experts,
-                "num_experts_per_tok": made.experts_per_token,
-            }
-            if made.experts
-            else {}
-        )
         policy = _shape(
-            {
-                "model_type": made.architecture,
-                "hidden_size": made.hidden_size,
-                "intermediate_size": made.intermediate_size,
-                "num_hidden_layers": made.layers,
-                "num_attention_heads": made.heads,
-                "num_key_value_heads": made.heads,
-                "head_dim": made.hidden_size // made.heads,
-                "vocab_size": WORDS,
-                "tie_word_embeddings": True,
-                **mixture,
-            },
-            f"model.initialize, with {WORDS:,} words",
+            _initialized(spec.model.initialize), f"model.initialize, with {WORDS:,} words"
         )
     else:
         policy = _shape_of(sources.policy)
@@ -113,3 +92,28 @@ def _shape(described: Mapping[str, Any], name: str, *, trust: bool = False) -> M
     except Exception as error:  # it may be wrong in any way
         raise ModelLoadError(f"{name} is no config that transformers knows: {error}") from error
     return read_shape(config, name, trust_remote_code=trust)
+
+
+def _initialized(model: InitializeModel) -> dict[str, Any]:
+    """Return the config of a model that the run makes."""
+    mixture = (
+        {
+            "moe_intermediate_size": model.intermediate_size,
+            "num_experts": model.experts,
+            "num_experts_per_tok": model.experts_per_token,
+        }
+        if model.experts
+        else {}
+    )
+    return {
+        "model_type": model.architecture,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.heads,
+        "head_dim": model.hidden_size // model.heads,
+        "vocab_size": WORDS,
+        "tie_word_embeddings": True,
+        **mixture,
+    }

@@ -293,19 +293,11 @@ def _changes(run: AgenticRun, plan: Plan, shapes: Shapes, gpu: Gpu) -> Iterator[
             places = tuple(_places(other.spec, shapes, gpu))
         except InvalidConfig:  # more ranks than experts
             return None
-        # No suggestion leaves the GPU of a rank without its margin.
         return [
             place
             for place in places
             if place.kind in kinds
-            and (
-                place.fit is Fit.TOO_LARGE
-                or (
-                    place.fit is Fit.TIGHT
-                    and place.kind is Kind.GPU
-                    and place.role is not Role.INFERENCE
-                )
-            )
+            and (place.fit is Fit.TOO_LARGE or (place.fit is Fit.TIGHT and _is_of_ranks(place)))
         ]
 
     engine: tuple[str, ...] = ()
@@ -347,6 +339,11 @@ def _enough(place: Place) -> str:
     return f"{ceil((place.needed + place.margin) / GIB) + 1}Gi"
 
 
+def _is_of_ranks(place: Place) -> bool:
+    """Return True for the GPU of a rank, which no suggestion leaves without its margin."""
+    return place.kind is Kind.GPU and place.role is not Role.INFERENCE
+
+
 def _engine_candidates(spec: AgenticRunSpec) -> Iterator[tuple[str, ...]]:
     """Return settings that give an engine more memory, the nearest first."""
     strategy, role = spec.pipeline.actor_infer.strategy, spec.engine_role
@@ -368,14 +365,14 @@ def _rank_candidates(
     layout = policy_layout(spec)
     config = "pipeline.actorTrain.strategy.config"
     smaller: list[tuple[str, ...]] = []
-    size = train.training.micro_batch_tokens(on_gpus=spec.roles.of(Role.TRAINER).gpus > 0)
+    gpus = spec.roles.of(Role.TRAINER).gpus
+    size = train.training.micro_batch_tokens(on_gpus=gpus > 0)
     while (size := size // 2) >= spec.pipeline.sequence_length:
         smaller.append((f"pipeline.actorTrain.training.maxTokensPerMicroBatch={size}",))
     # Each may be combined with all that follow it.
     first: list[tuple[str, tuple[str, ...]]] = [("", ())]
     if not layout.recompute and train.strategy.name != "megatron":
         first.append(("recomputation", (f"{config}.{RECOMPUTE}=true",)))
-    gpus = spec.roles.of(Role.TRAINER).gpus
     if train.strategy.name == "fsdp2" and policy.experts > 1 and layout.expert_parallel == 1 < gpus:
         divide = f"{config}.expert_parallel_size={gpus}"
         first += [
