@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
 
 from agenticrun_workers.gpu_check.stages import Bench, relative_error
+from agenticrun_workers.models.devices import set_deterministic
 from agenticrun_workers.models.shape import read_shape
 from agenticrun_workers.sizing.memory import Layout, model_memory, total
 from agenticrun_workers.sizing.published import published_config
@@ -285,9 +286,9 @@ def train(bench: Bench) -> None:
     """Three GRPO steps in bfloat16 against float32 on the CPU; equal twice; offload and back."""
     config = qwen3(1024, 28, 3072, 16) if bench.gpu else TINY()
     samples = random_samples(512, [bench.size(1024, 48)] * bench.size(8, 4))
-    torch.use_deterministic_algorithms(True)  # as `pipeline.deterministic` does
+    set_deterministic(True)  # as `pipeline.deterministic` does
     first, second = (_three_steps(bench.device, torch.bfloat16) for _ in range(2))
-    torch.use_deterministic_algorithms(False)
+    set_deterministic(False)
     differ = sum(a != b for a, b in zip(first, second, strict=True))
     bench.exact("steps that differ when repeated", differ, at_most=0)
     expected = _three_steps(torch.device("cpu"), torch.float32)

@@ -87,6 +87,19 @@ def claim_device(owner: str, gpus: Sequence[str]) -> torch.device:
     return device
 
 
+def set_deterministic(wanted: bool) -> None:
+    """Let this process compute the same bits each time, or stop doing so.
+
+    cuBLAS repeats its sums only with workspaces of a fixed size, which it reads from the
+    environment; without them torch refuses every matrix product on a GPU.
+    """
+    import torch
+
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+
+
 def compute_device() -> torch.device:
     """Return the device that the calling actor has claimed, else the CPU."""
     import torch

@@ -110,15 +110,14 @@ class RankActor(Traced):
 
         Needed only where the actor is not a process of its own.
         """
-        import torch
-
+        from agenticrun_workers.models.devices import set_deterministic
         from agenticrun_workers.trainer.ranks import leave_ranks
 
         logging.getLogger("agenticrun_workers").removeHandler(self._warnings)
 
         leave_ranks()
         if self._pipeline.deterministic:
-            torch.use_deterministic_algorithms(False)
+            set_deterministic(False)
 
     def warnings(self, driver: int) -> list[str]:
         """Return what this process has warned of since `setup` began.
@@ -180,13 +179,14 @@ class RankActor(Traced):
         """
         import torch
 
+        from agenticrun_workers.models.devices import set_deterministic
         from agenticrun_workers.trainer.ranks import join_ranks
 
         logging.getLogger("agenticrun_workers").addHandler(self._warnings)
         self._claim_device()
         torch.set_num_threads(threads)
         if self._pipeline.deterministic:
-            torch.use_deterministic_algorithms(True)
+            set_deterministic(True)
         join_ranks(self._rank, self._world_size, rendezvous, self._taken_listener())
 
     def _claim_device(self) -> torch.device:
