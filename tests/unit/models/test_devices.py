@@ -306,3 +306,17 @@ def test_copies_of_a_later_offload_have_the_memory_of_the_first() -> None:
         places.append([tensor.data_ptr() for tensor in found])
     assert places[0] == places[1]
     assert copies.filling()(torch.zeros(5)).tolist() == [0.0] * 5
+
+
+def test_a_deterministic_process_has_cublas_workspaces_of_a_fixed_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # torch refuses matrix products on GPUs without them.
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    devices.set_deterministic(True)
+    try:
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        devices.set_deterministic(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

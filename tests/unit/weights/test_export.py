@@ -98,6 +98,48 @@ def held_bytes(folder: Path, written: WrittenBucket) -> np.ndarray:
     return content[len(written.bucket.header) :]
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+class Copied:
+    """Stands in for `torch.cuda.Event`: counts who waited."""
+
+    waits = 0
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        Copied.waits += 1
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_tensors_of_a_gpu_arrive_as_those_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Copied)
+    monkeypatch.setattr(MappedBucket, "page_lock", lambda self: locked)
+    monkeypatch.setattr(Copied, "waits", 0)
+    weights = model()
+    buckets = buckets_for(weights)
+    assert len(buckets) > 1
+    mixed = {
+        name: tensor if number % 3 == 1 else tensor.as_subclass(OnGpu)
+        for number, (name, tensor) in enumerate(weights.items())
+    }
+    (tmp_path / "host").mkdir()
+    (tmp_path / "gpu").mkdir()
+    expected = list(BucketWriter(tmp_path / "host", buckets, deltas=False).write(weights.items()))
+    found = list(BucketWriter(tmp_path / "gpu", buckets, deltas=False).write(mixed.items()))
+    assert found == expected
+    for written in found:
+        file = written.bucket.file
+        assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "host" / file).read_bytes()
+    assert bool(Copied.waits) == locked
+
+
 def test_the_checksum_is_xxh3_of_the_whole_file_and_changes_with_any_bit(tmp_path: Path) -> None:
     weights = model()
     writer = BucketWriter(tmp_path, buckets_for(weights), deltas=False)

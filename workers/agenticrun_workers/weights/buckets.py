@@ -13,7 +13,9 @@ import json
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -226,6 +228,7 @@ class MappedBucket:
         """All parameters, as they are in memory."""
         self.header: NDArray[np.uint8] = self._bytes[: len(header)]
         self.elements_N = self.data.view(UNSIGNED[bucket.item_bytes])
+        self._locked = False
 
     def _create(self, header: bytes) -> None:
         size = len(header) + self.bucket.data_bytes
@@ -250,9 +253,40 @@ class MappedBucket:
         """Overwrite all parameters."""
         np.copyto(self.data, data)
 
+    def page_lock(self) -> bool:
+        """Let GPUs copy into the mapping, at the speed of the bus; False if CUDA refuses.
+
+        It takes time for each page at the first call, and none later.
+        """
+        if not self._locked:
+            self._locked = _register(self._bytes)
+            if self._locked:
+                weakref.finalize(self, _unregister, self._bytes).atexit = False
+        return self._locked
+
     def patch(self, delta: NDArray[np.uint8]) -> None:
         """Apply a delta (see `delta.py`). The bucket must hold the delta's base."""
         patch(self.elements_N, delta)
+
+
+def _register(mapping: NDArray[np.uint8]) -> bool:
+    """Page-lock a mapping for CUDA; False if it is refused."""
+    import torch
+
+    error = torch.cuda.cudart().cudaHostRegister(mapping.ctypes.data, mapping.nbytes, 0)  # type: ignore[no-untyped-call]
+    if not int(error):
+        return True
+    # CUDA reports it once more, with the next kernel.
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
+
+
+def _unregister(mapping: NDArray[np.uint8]) -> None:
+    """Undo `_register`, before the mapping goes."""
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(mapping.ctypes.data)  # type: ignore[no-untyped-call]
 
 
 class Verifier:

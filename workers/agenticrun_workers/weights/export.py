@@ -1,7 +1,8 @@
 """The trainer's side: write exported parameters into the buckets of its node.
 
-One pass over each bucket compares, copies and hashes it in chunks that stay in the CPU's cache,
-because the pass over memory costs more than the arithmetic.
+Tensors of a GPU are copied straight into the bucket, and it is hashed while those of the next one
+are on their way. In host memory, one pass over each bucket compares, copies and hashes it in chunks
+that stay in the CPU's cache, because the pass over memory costs more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -68,25 +69,32 @@ class BucketWriter:
             ValueError: the export has other parameters than the buckets.
         """
         exported = iter(weights)
+        before: _Overwrite | None = None
         for mapped in self._buckets:
             was_written = mapped.bucket.index in self._checksums
             # The first export has nothing to compare with.
             overwrite = _Overwrite(mapped, deltas=self._deltas and was_written)
             for tensor in mapped.bucket.tensors:
                 overwrite.append(_bytes_of(tensor, next(exported, None)))
-            yield self._finish(mapped.bucket, overwrite)
+            if before is not None:
+                yield self._finish(before)
+            before = overwrite if overwrite.copying else None
+            if before is None:
+                yield self._finish(overwrite)
+        if before is not None:
+            yield self._finish(before)
         # Asked only at the end, because the generator gathers each parameter from all ranks.
         if (more := next(exported, None)) is not None:
             raise ValueError(f"the trainer exports {more[0]}, which it did not export at first")
 
-    def _finish(self, bucket: Bucket, overwrite: _Overwrite) -> WrittenBucket:
-        delta = overwrite.delta()
+    def _finish(self, overwrite: _Overwrite) -> WrittenBucket:
+        bucket, delta = overwrite.mapped.bucket, overwrite.delta()
         # In shared memory beside the bucket, for other nodes. Receivers on this node read the
         # bucket.
         if delta is not None:
             (self._folder / bucket.delta_file).write_bytes(delta.data)
         base = self._checksums.get(bucket.index)
-        self._checksums[bucket.index] = checksum = overwrite.hash.intdigest()
+        self._checksums[bucket.index] = checksum = overwrite.checksum()
         elements = bucket.data_bytes // bucket.item_bytes
         return WrittenBucket(
             bucket=bucket,
@@ -106,16 +114,41 @@ class _Overwrite:
     deltas: bool
 
     def __post_init__(self) -> None:
-        self.hash = xxhash.xxh3_64(self.mapped.header.data)
         self.changed = 0
+        self._hash = xxhash.xxh3_64(self.mapped.header.data)
         self._position = 0
+        self._copied: torch.cuda.Event | None = None
+        """Recorded after the last tensor of a GPU, which is not hashed yet."""
         self._indices: list[NDArray[np.int64]] = []
         bucket = self.mapped.bucket
         self._max_bytes = bucket.data_bytes
         self._elements = bucket.data_bytes // bucket.item_bytes
 
-    def append(self, new: NDArray[np.uint8]) -> None:
-        """Overwrite the next bytes of the bucket."""
+    def append(self, flat: Tensor) -> None:
+        """Overwrite the next bytes of the bucket, uint8 [N]. A GPU may still be copying them."""
+        if flat.is_cuda and not self.deltas and self.mapped.page_lock():
+            held = self.mapped.data[self._position : self._position + len(flat)]
+            torch.from_numpy(held).copy_(flat, non_blocking=True)
+            self._position += len(flat)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+        else:
+            self._append_from_host(flat.cpu().numpy())
+
+    @property
+    def copying(self) -> bool:
+        """True if a GPU may still be copying into the bucket."""
+        return self._copied is not None
+
+    def checksum(self) -> int:
+        """Return the checksum of the whole bucket, as soon as the GPU has copied it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._hash = xxhash.xxh3_64(self.mapped.header.data)
+            self._hash.update(self.mapped.data.data)
+        return self._hash.intdigest()
+
+    def _append_from_host(self, new: NDArray[np.uint8]) -> None:
         for start in range(0, len(new), CHUNK_BYTES):
             chunk = new[start : start + CHUNK_BYTES]
             held = self.mapped.data[self._position : self._position + len(chunk)]
@@ -124,7 +157,7 @@ class _Overwrite:
             if self.deltas:
                 self._compare(held, chunk)
             np.copyto(held, chunk)
-            self.hash.update(held.data)
+            self._hash.update(held.data)
             self._position += len(chunk)
 
     def delta(self) -> NDArray[np.uint8] | None:
@@ -149,15 +182,12 @@ class _Overwrite:
         return size >= self._max_bytes
 
 
-def _bytes_of(expected: TensorSpec, exported: tuple[str, Tensor] | None) -> NDArray[np.uint8]:
-    """Return the bytes of an exported parameter, which must be the one of the layout."""
+def _bytes_of(expected: TensorSpec, exported: tuple[str, Tensor] | None) -> Tensor:
+    """Return the bytes of an exported parameter, which must be the one of the layout, uint8 [N]."""
     if exported is None:
         raise ValueError(f"the trainer no longer exports {expected.name}")
     name, tensor = exported
     found = TensorSpec(name, DTYPES[tensor.dtype], tuple(tensor.shape))
     if found != expected:
         raise ValueError(f"the trainer exports {found}, at first it was {expected}")
-    flat: NDArray[np.uint8] = (
-        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    )
-    return flat
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
