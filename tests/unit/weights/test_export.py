@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
+from agenticrun_workers.weights import buckets as buckets_module
 from agenticrun_workers.weights.buckets import (
     Bucket,
     CorruptBucket,
@@ -138,6 +140,31 @@ def test_tensors_of_a_gpu_arrive_as_those_of_the_host(
         file = written.bucket.file
         assert (tmp_path / "gpu" / file).read_bytes() == (tmp_path / "host" / file).read_bytes()
     assert bool(Copied.waits) == locked
+
+
+def test_a_gpu_that_page_locks_no_more_is_asked_once_and_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = Mock(return_value=False)
+    monkeypatch.setattr(buckets_module, "_register", asked)
+    mapped = MappedBucket(tmp_path, buckets_for(model())[0])
+    assert [mapped.page_lock(), mapped.page_lock()] == [False, False]
+    assert asked.call_count == 1
+    assert caplog.messages == [
+        f"CUDA page-locks no more memory: weights reach {mapped.path} more slowly"
+    ]
+
+
+def test_with_deltas_no_memory_is_page_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MappedBucket, "page_lock", Mock(side_effect=AssertionError))
+    weights: dict[str, torch.Tensor] = {
+        name: tensor.as_subclass(OnGpu) for name, tensor in model().items()
+    }
+    writer = BucketWriter(tmp_path, buckets_for(weights), deltas=True)
+    for _ in range(2):
+        assert all(written.checksum for written in writer.write(weights.items()))
 
 
 def test_the_checksum_is_xxh3_of_the_whole_file_and_changes_with_any_bit(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import mmap
 import os
@@ -31,6 +32,8 @@ from agenticrun_workers.weights.delta import patch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 HEADER_ALIGNMENT = 64
 """Data start at a multiple of this many bytes, so that every element is aligned in memory."""
@@ -228,7 +231,7 @@ class MappedBucket:
         """All parameters, as they are in memory."""
         self.header: NDArray[np.uint8] = self._bytes[: len(header)]
         self.elements_N = self.data.view(UNSIGNED[bucket.item_bytes])
-        self._locked = False
+        self._locked: bool | None = None
 
     def _create(self, header: bytes) -> None:
         size = len(header) + self.bucket.data_bytes
@@ -256,11 +259,15 @@ class MappedBucket:
     def page_lock(self) -> bool:
         """Let GPUs copy into the mapping, at the speed of the bus; False if CUDA refuses.
 
-        It takes time for each page at the first call, and none later.
+        Only the first call asks CUDA, which takes time for each page.
         """
-        if not self._locked:
+        if self._locked is None:
             self._locked = _register(self._bytes)
-            if self._locked:
+            if not self._locked:
+                log.warning(
+                    "CUDA page-locks no more memory: weights reach %s more slowly", self.path
+                )
+            else:
                 weakref.finalize(self, _unregister, self._bytes).atexit = False
         return self._locked
 

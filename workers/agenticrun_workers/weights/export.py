@@ -1,8 +1,8 @@
 """The trainer's side: write exported parameters into the buckets of its node.
 
-Tensors of a GPU are copied straight into the bucket, and it is hashed while those of the next one
-are on their way. In host memory, one pass over each bucket compares, copies and hashes it in chunks
-that stay in the CPU's cache, because the pass over memory costs more than the arithmetic.
+Without deltas, a GPU copies its tensors straight into the bucket, and it is hashed while those of
+the next one are on their way. Otherwise one pass over each bucket compares, copies and hashes it in
+chunks that stay in the CPU's cache, because the pass over memory costs more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class BucketWriter:
         for mapped in self._buckets:
             was_written = mapped.bucket.index in self._checksums
             # The first export has nothing to compare with.
-            overwrite = _Overwrite(mapped, deltas=self._deltas and was_written)
+            overwrite = _Overwrite(
+                mapped, deltas=self._deltas and was_written, direct=not self._deltas
+            )
             for tensor in mapped.bucket.tensors:
                 overwrite.append(_bytes_of(tensor, next(exported, None)))
             if before is not None:
@@ -112,6 +114,8 @@ class _Overwrite:
 
     mapped: MappedBucket
     deltas: bool
+    direct: bool
+    """A GPU may copy into the bucket: nothing is compared, now or later."""
 
     def __post_init__(self) -> None:
         self.changed = 0
@@ -126,7 +130,7 @@ class _Overwrite:
 
     def append(self, flat: Tensor) -> None:
         """Overwrite the next bytes of the bucket, uint8 [N]. A GPU may still be copying them."""
-        if flat.is_cuda and not self.deltas and self.mapped.page_lock():
+        if flat.is_cuda and self.direct and self.mapped.page_lock():
             held = self.mapped.data[self._position : self._position + len(flat)]
             torch.from_numpy(held).copy_(flat, non_blocking=True)
             self._position += len(flat)
