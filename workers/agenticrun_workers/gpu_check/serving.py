@@ -55,7 +55,7 @@ def weights(bench: Bench) -> None:
         exported = dict(named)
         wrong = sum(not _holds(bucket, exported) for bucket in mapped)
         bench.exact("buckets that differ from the weights", wrong, at_most=0)
-        _registered(bench, [torch.from_numpy(bucket.data) for bucket in mapped])
+        _registered(bench, mapped)
 
 
 def _holds(mapped: MappedBucket, exported: Mapping[str, Tensor]) -> bool:
@@ -63,24 +63,18 @@ def _holds(mapped: MappedBucket, exported: Mapping[str, Tensor]) -> bool:
     return torch.equal(torch.from_numpy(mapped.data), torch.cat(parts))
 
 
-def _registered(bench: Bench, targets: list[Tensor]) -> None:
+def _registered(bench: Bench, buckets: list[MappedBucket]) -> None:
     """Measure copies into shared memory that CUDA knows: the ceiling of an export."""
+    targets = [torch.from_numpy(bucket.data) for bucket in buckets]
     sources = [torch.zeros_like(target, device=bench.device) for target in targets]
-    if bench.gpu:
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for target in targets:
-            error = cudart.cudaHostRegister(target.data_ptr(), target.numel(), 0)
-            if int(error):
-                raise RuntimeError(f"cudaHostRegister of {target.numel()} bytes: error {error}")
+    if bench.gpu and not all(bucket.page_lock() for bucket in buckets):
+        raise RuntimeError("CUDA does not page-lock the shared memory")
 
     def copy() -> None:
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source, non_blocking=True)
 
     taken = bench.seconds(copy)
-    if bench.gpu:
-        for target in targets:
-            cudart.cudaHostUnregister(target.data_ptr())
     rate = sum(target.numel() for target in targets) / taken / 1e9
     bench.measure("copy into registered shared memory", rate, "GB/s", at_least=20)
 
