@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agenticrun_workers.models.heads import UnsupportedModel
@@ -94,6 +96,20 @@ def kernel_of_torch_2_11(
     )
 
 
+class Written(TorchDispatchMode):
+    """Counts the elements of all results that are not views of the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.count += sum(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
+        return result
+
+
 @pytest.mark.parametrize("with_kernel", [None, kernel, kernel_of_torch_2_11])
 @pytest.mark.parametrize("window", [None, 3, 8])
 def test_each_token_attends_to_its_own_sequence(
@@ -118,6 +134,22 @@ def test_each_token_attends_to_its_own_sequence(
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_backward_pass_writes_no_more_for_many_sequences_than_for_few(
+    window: int | None,
+) -> None:
+    def written(length: int) -> int:
+        rows = Rows.of(tuple((0, n, n + length) for n in range(0, 256, length)), (1, 256), CPU)
+        q, k, v = (torch.randn(1, heads, 256, 4, requires_grad=True) for heads in (4, 2, 2))
+        out, _ = attention(LAYER, q, k, v, None, rows=rows, sliding_window=window)
+        with (elements := Written()):
+            out.sum().backward()
+        return elements.count
+
+    # Padding inside kernels and scores of attention do not grow with the number of sequences.
+    assert written(4) < 2 * written(64)
 
 
 def test_padding_is_a_sequence_of_its_own() -> None:

@@ -184,16 +184,22 @@ def _attend(
             **grouped,
         )
         return out.reshape(len(query_BhTD), -1, *out.shape[1:])  # type: ignore[no-any-return]
+    # One `split`: the gradient of a slice is as large as the whole tensor, and each would be added.
+    sizes = [end - start for _, start, end in rows.bounds]
+    pieces = (
+        torch.split(x.transpose(1, 2).flatten(0, 1), sizes)
+        for x in (query_BhTD, key_BkTD, value_BkTD)
+    )
     parts = []
-    for row, start, end in rows.bounds:
-        piece = (slice(row, row + 1), slice(None), slice(start, end))
+    for length, piece in zip(sizes, zip(*pieces, strict=True), strict=True):
         mask = None
-        if window is not None and window < end - start:
-            distance = torch.arange(end - start, device=query_BhTD.device)
+        if window is not None and window < length:
+            distance = torch.arange(length, device=query_BhTD.device)
             distance = distance[:, None] - distance
             mask = ((distance >= 0) & (distance < window))[None, None]
+        query_1hLD, key_1kLD, value_1kLD = (x_LhD.transpose(0, 1)[None] for x_LhD in piece)
         part_1LhD, _ = sdpa_attention_forward(
-            module, query_BhTD[piece], key_BkTD[piece], value_BkTD[piece], mask, scaling=scaling
+            module, query_1hLD, key_1kLD, value_1kLD, mask, scaling=scaling
         )
         parts.append(part_1LhD)
     return torch.cat(parts, 1).reshape(
