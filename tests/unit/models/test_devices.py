@@ -320,3 +320,22 @@ def test_a_deterministic_process_has_cublas_workspaces_of_a_fixed_size(
     finally:
         devices.set_deterministic(False)
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def test_a_deterministic_run_in_one_process_has_them_before_its_engine_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    settings = []
+
+    def record(*arguments: Any) -> None:
+        settings.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+
+    monkeypatch.setattr("agenticrun_workers.inference.transformers.engine.check_parity", record)
+    run = tiny_run(maxSteps=1, deterministic=True)
+    try:
+        run_locally(run, tmp_path / "out", Console(quiet=True), in_process=True)
+    finally:
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    assert settings == [":4096:8"]
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -104,10 +104,13 @@ def run_locally(
     pods = {*run.spec.roles.workers, run.spec.engine_role}
     if in_process:
         # torch takes seconds to import, and only this mode needs it here.
-        from agenticrun_workers.models.devices import visible_gpus
+        from agenticrun_workers.models.devices import set_deterministic, visible_gpus
 
         check_in_process(run)
         check_gpus(run, pods, visible_gpus(), "torch sees")
+        # Before any actor computes: cuBLAS reads its settings at the first product of a process.
+        if run.spec.pipeline.deterministic:
+            set_deterministic(True)
         run = with_patience(run)
     # Before anything in the folder changes.
     refuse_if_in_use(output)
