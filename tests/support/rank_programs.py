@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,10 +18,19 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
 from preloaded import executable
 
 RankWork = Callable[..., Any]
+COLLECTIVES = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "allreduce_": "all_reduce",
+}
+"""Short names of torch's operators."""
 
 
 def launch(
@@ -49,6 +59,17 @@ def launch(
     )
     assert done.returncode == 0, done.stderr
     return [pickle.loads(_result(out, rank, world).read_bytes()) for rank in range(world)]
+
+
+def count_collectives(work: Callable[[], object]) -> Counter[str]:
+    """Return how often some work calls each collective, by short names."""
+    with CommDebugMode() as mode:  # type: ignore[no-untyped-call]
+        work()
+    counts: Counter[str] = Counter()
+    for op, count in mode.get_comm_counts().items():
+        name = str(op).rpartition(".")[2]
+        counts[COLLECTIVES.get(name, name)] += count
+    return counts
 
 
 def _result(out: Path, rank: int, world: int) -> Path:

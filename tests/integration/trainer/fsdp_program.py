@@ -5,7 +5,6 @@ As a program it is one rank of several, with the argument MODELS.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agenticrun_workers.trainer.actor_loss import LossSpec
@@ -24,7 +22,7 @@ from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, FsdpOptions, fsdp2_p
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, VALUE_LOSSES, VOCABULARY, Cut, batch
-from rank_programs import take_part
+from rank_programs import count_collectives, take_part
 
 SPEC = OptimizerSpec(1e-2, weight_decay=0.01)
 LOSS = LOSSES["ppo sequence"]
@@ -147,9 +145,7 @@ def collectives_per_layer(options: FsdpOptions) -> dict[str, int]:
         load = partial(qwen2, "two key-value heads", torch.float64, layers)
         policy = fsdp2_policy(load, SPEC, max_tokens=10_000, options=options)
         mine = part(batch(load(), LOSS), policy.data_rank, policy.data_size)
-        with CommDebugMode() as mode:
-            policy.train_step(mine, LOSS)
-        counts.append(Counter({str(op): count for op, count in mode.get_comm_counts().items()}))
+        counts.append(count_collectives(partial(policy.train_step, mine, LOSS)))
     return dict(counts[1] - counts[0])
 
 

@@ -21,7 +21,7 @@ from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, batch
-from rank_programs import take_part
+from rank_programs import count_collectives, take_part
 
 SPEC = OptimizerSpec(1e-2, weight_decay=0.01, epsilon=1e-3)
 LOSS = LOSSES["ppo sequence"]
@@ -58,7 +58,7 @@ OF_FOUR = {
 """Options of four ranks for `EVEN` experts."""
 
 
-def write_model(folder: Path, *, experts: int = EXPERTS, seed: int = 0) -> Path:
+def write_model(folder: Path, *, experts: int = EXPERTS, layers: int = 2, seed: int = 0) -> Path:
     """Write a tiny Qwen3-MoE model whose routers decide clearly."""
     initialize_model(
         folder,
@@ -69,7 +69,7 @@ def write_model(folder: Path, *, experts: int = EXPERTS, seed: int = 0) -> Path:
             intermediate_size=8,
             experts=experts,
             experts_per_token=2,
-            layers=2,
+            layers=layers,
             heads=2,
             initializer_range=0.3,
             seed=seed,
@@ -82,13 +82,13 @@ def weights(policy: PolicyTrainer) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in policy.export_weights()}
 
 
-def policy_of(model: Path, name: str = "packed") -> PolicyTrainer:
+def policy_of(model: Path, name: str = "packed", max_tokens: int = 60) -> PolicyTrainer:
     packing, options = (OPTIONS | DIVIDED | OF_FOUR)[name]
     adapt = partial(add_lora, spec=LoraSpec(rank=4), seed=3) if "adapters" in name else None
     return fsdp2_policy(
         ModelLoader(ModelSource(str(model)), adapt=adapt),
         SPEC,
-        max_tokens=60,
+        max_tokens=max_tokens,
         temperature=LOSS.temperature,
         packing=packing,
         options=options,
@@ -128,6 +128,16 @@ def resumed(model: Path, folder: Path, name: str = "packed") -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def collectives_per_layer(folder: Path, name: str) -> dict[str, int]:
+    """Return the collectives that one more layer adds to a step with one micro-batch."""
+    counts = []
+    for model in (folder / "even", folder / "three layers"):
+        policy = policy_of(model, name, max_tokens=10_000)
+        share = mine(batch(load_model(str(model)), LOSS, count=8), policy)
+        counts.append(count_collectives(partial(policy.train_step, share, LOSS)))
+    return dict(counts[1] - counts[0])
+
+
 def reference(model: Path, other: Path, name: str = "packed") -> tuple[bool, float]:
     """Compare a reference that takes the weights of another model with that one.
 
@@ -165,10 +175,15 @@ def main(model: str, folder: str) -> dict[str, Any]:
         return {
             "too few": too_few(scratch / "three"),
             "trained": {name: trained(even, name) for name in OF_FOUR},
+            "collectives": {name: collectives_per_layer(scratch, name) for name in OF_FOUR},
         }
     return {
         "trained": {name: trained(models, name) for name in OPTIONS}
         | {name: trained(even, name) for name in DIVIDED},
+        "collectives": {
+            name: collectives_per_layer(scratch, name)
+            for name in ("packed", "divided", "divided, recomputing")
+        },
         "resumed": [
             resumed(models, scratch / "checkpoint packed"),
             resumed(even, scratch / "checkpoint divided", "divided"),

@@ -32,6 +32,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def even(scratch: Path) -> Path:
+    program.write_model(scratch / "three layers", experts=program.EVEN, layers=3)
     folder: Path = program.write_model(scratch / "even", experts=program.EVEN)
     return folder
 
@@ -115,6 +116,30 @@ def assert_equal(ranks: list[dict[str, Any]], one: dict[str, Any], *, shared: bo
     assert ranks[0]["weights"].keys() == one["weights"].keys()
     for key, weight in one["weights"].items():
         torch.testing.assert_close(ranks[0]["weights"][key], weight, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("packed", {"all_gather": 2, "reduce_scatter": 1}),
+        ("divided", {"all_gather": 2, "reduce_scatter": 1, "all_to_all": 5}),
+        ("divided, recomputing", {"all_gather": 2, "reduce_scatter": 1, "all_to_all": 8}),
+        ("divided and spread", {"all_gather": 4, "reduce_scatter": 2, "all_to_all": 5}),
+        (
+            "divided, two copies",
+            {"all_gather": 2, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 5},
+        ),
+    ],
+)
+def test_a_layer_whose_experts_are_divided_exchanges_tokens_twice_in_each_pass(
+    two: list[dict[str, Any]], four: list[dict[str, Any]], name: str, expected: dict[str, int]
+) -> None:
+    """And the number of tokens of each expert once in each forward pass.
+
+    The experts of a rank that shares them with no other one are never gathered.
+    """
+    for rank in four if name in program.OF_FOUR else two:
+        assert rank["collectives"][name] == expected
 
 
 def test_the_first_rank_exports_the_weights_of_the_files(
