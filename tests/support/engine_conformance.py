@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from agenticrun_workers.inference import (
     EngineError,
@@ -35,7 +37,10 @@ from agenticrun_workers.inference.server_process import ServerProcess, listeners
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.launch import Node, liveness
 from agenticrun_workers.launch.node import shared_node
-from agenticrun_workers.models.pretrained import load_model
+from agenticrun_workers.models.pretrained import ModelLoader, load_model
+from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
+from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.types import FinishReason
 from agenticrun_workers.weights.collective import WeightGroup
 from engine_checks import (
@@ -49,8 +54,9 @@ from engine_checks import (
     same_logprobs,
 )
 from processes import family, lives
+from ragged_samples import LOSSES, batch
 from rollout_fakes import Remote
-from tiny_model import CONTEXT
+from tiny_model import CONTEXT, tiny_model, weight_parts
 from update_conformance import UpdateConformance
 from waiting import eventually_in_loop
 
@@ -59,6 +65,7 @@ __all__ = [
     "Models",
     "ServerConformance",
     "ask",
+    "check_mixture",
     "files",
     "prompt",
     "same_logprobs",
@@ -85,6 +92,56 @@ async def meet(engine: SupportsBroadcast) -> WeightGroup:
     )
     trainer, _ = await asyncio.gather(joining, engine.join_broadcast("127.0.0.1", port, 1, world))
     return trainer
+
+
+async def broadcast(engine: SupportsBroadcast, weights: dict[str, Tensor], version: int) -> None:
+    """Update an engine as a trainer does that broadcasts."""
+    trainer = await meet(engine)
+
+    def send_all() -> None:
+        for weight in weights.values():
+            trainer.send(weight)
+
+    shapes = [list(weight.shape) for weight in weights.values()]
+    dtypes = ["float32"] * len(weights)
+    update = engine.update_from_broadcast(list(weights), dtypes, shapes, version)
+    await asyncio.gather(update, asyncio.to_thread(send_all))
+
+
+async def check_mixture(make: Callable[[Path], ServerEngine], folder: Path) -> None:
+    """Check that an engine samples from a mixture of experts with the weights of its trainer.
+
+    They come in files, then in a broadcast.
+
+    Args:
+        make: returns the engine of the model in a folder.
+        folder: for models and weights.
+    """
+    first, second, third = (folder / name for name in ("first", "second", "third"))
+    tiny_model(first, experts=5)
+    policy = fsdp2_policy(ModelLoader(ModelSource(str(first))), OptimizerSpec(1e-2))
+    samples = batch(load_model(str(first)), LOSSES["ppo"])
+    for trained in (second, third):
+        policy.train_step(samples, LOSSES["ppo"])
+        policy.export_folder(trained, {})
+    engine = make(first)
+
+    async def check(served: Path) -> None:
+        plain = load_model(str(served))
+        requests = [ask(prompt(length, length), 20, seed=length) for length in (3, 30, 60)]
+        generations = await asyncio.gather(*map(engine.generate, requests))
+        for request, generation in zip(requests, generations, strict=True):
+            same_logprobs(plain, request, generation)
+
+    await engine.start()
+    try:
+        await check(first)
+        await engine.update_weights(files(weight_parts(second, folder / "parts")), 1)
+        await check(second)
+        await broadcast(engine, load_file(third / "model.safetensors"), 2)
+        await check(third)
+    finally:
+        await engine.stop()
 
 
 def actor_of(engine: ServerEngine) -> EngineActor:
@@ -128,19 +185,8 @@ class ServerConformance(EngineConformance):
     async def test_weights_come_by_the_trainers_broadcast_too(
         self, engine: ServerEngine, models: Models
     ) -> None:
-        weights = load_file(models.b / "model.safetensors")
-        trainer = await meet(engine)
-        names, shapes = list(weights), [list(weight.shape) for weight in weights.values()]
         version = next(self._versions)
-
-        def send_all() -> None:
-            for weight in weights.values():
-                trainer.send(weight)
-
-        sent = asyncio.to_thread(send_all)
-        await asyncio.gather(
-            engine.update_from_broadcast(names, ["float32"] * len(names), shapes, version), sent
-        )
+        await broadcast(engine, load_file(models.b / "model.safetensors"), version)
         request = ask(prompt(5), 6, 0.0)
         generation = await engine.generate(request)
         same_logprobs(models.plain_b, request, generation)

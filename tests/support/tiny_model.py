@@ -17,14 +17,22 @@ VOCABULARY = len(WORDS) + 5
 CONTEXT = 512
 
 
-def tiny_model(folder: Path, *, seed: int = 0) -> Path:
+def tiny_model(folder: Path, *, seed: int = 0, experts: int = 0) -> Path:
     """Make a model of sharp distributions with grouped heads of 32.
 
     vLLM's CPU attention has no smaller heads.
+
+    Args:
+        folder: where the model is written.
+        seed: of the weights.
+        experts: of each layer of a Qwen3-MoE model, of which a token uses two; 0: a Llama model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     spec = InitializeSpec(
         WORDS,
+        "qwen3_moe" if experts else "llama",
+        experts=experts,
+        experts_per_token=2 if experts else 0,
         hidden_size=128,
         intermediate_size=128,
         heads=4,

@@ -15,7 +15,7 @@ import pytest_asyncio
 from agenticrun_workers.inference import EngineStartError
 from agenticrun_workers.inference.process_supervisor import mapped_by
 from agenticrun_workers.inference.sglang.engine import SglangEngine
-from engine_conformance import Models, ServerConformance
+from engine_conformance import Models, ServerConformance, check_mixture
 from tiny_model import CONTEXT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -70,6 +70,10 @@ def fresh(both: tuple[SglangEngine, SglangEngine]) -> SglangEngine:
 
 class TestSglang(ServerConformance):
     pass
+
+
+async def test_a_mixture_of_experts_samples_with_the_weights_of_its_trainer(tmp_path: Path) -> None:
+    await check_mixture(lambda folder: an_engine(folder, tmp_path), tmp_path)
 
 
 async def test_a_model_that_does_not_know_so_long_sequences_is_refused_at_once(

@@ -13,7 +13,14 @@ import pytest_asyncio
 from agenticrun_workers.inference import EngineStartError
 from agenticrun_workers.inference.vllm.engine import VllmEngine
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
-from engine_conformance import Models, ServerConformance, ask, prompt, same_logprobs
+from engine_conformance import (
+    Models,
+    ServerConformance,
+    ask,
+    check_mixture,
+    prompt,
+    same_logprobs,
+)
 from tiny_model import CONTEXT
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -81,6 +88,10 @@ class TestBeforeTheRest:
 
 class TestVllm(ServerConformance):
     """Its last tests end both engines."""
+
+
+async def test_a_mixture_of_experts_samples_with_the_weights_of_its_trainer(tmp_path: Path) -> None:
+    await check_mixture(lambda folder: an_engine(folder, tmp_path), tmp_path)
 
 
 async def test_a_model_that_does_not_know_so_long_sequences_is_refused_at_once(

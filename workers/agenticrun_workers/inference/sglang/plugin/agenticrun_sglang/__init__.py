@@ -6,6 +6,7 @@ this package by its entry point on PYTHONPATH and calls `register` in each of it
 
 import multiprocessing
 import os
+from typing import Any
 
 
 def register() -> None:
@@ -37,6 +38,9 @@ def register() -> None:
         sampler.accept,
         HookType.AROUND,
     )
+    HookRegistry.register(
+        "sglang.srt.model_loader.loader._initialize_model", _tie_output_layer, HookType.AFTER
+    )
     HookRegistry.register(f"{updater}.init_weights_update_group", broadcast.join, HookType.REPLACE)
     HookRegistry.register(
         f"{updater}.receive_weights_from_distributed", broadcast.receive, HookType.REPLACE
@@ -54,3 +58,17 @@ def _fork(*_: object) -> None:
     Only where there is no GPU, whose driver a forked process cannot use.
     """
     multiprocessing.set_start_method("fork", force=True)
+
+
+def _tie_output_layer(model: Any, *_: object, **__: object) -> None:
+    """Give the output layer the embedding's weights where the config ties them.
+
+    SGLang does so in the classes of some types only. In others (Qwen3-MoE) such a layer would keep
+    random weights, because no file has any for it.
+    """
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    embedding: Any = getattr(getattr(model, "model", None), "embed_tokens", None)
+    head: Any = getattr(model, "lm_head", None)
+    # A stage of a pipeline has only one of them.
+    if tied and hasattr(embedding, "weight") and hasattr(head, "weight"):
+        head.weight = embedding.weight

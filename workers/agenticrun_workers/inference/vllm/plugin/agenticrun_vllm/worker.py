@@ -15,11 +15,15 @@ import torch
 import torch.distributed
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform
 
 from .sampler import RequestSampler
 
@@ -57,6 +61,27 @@ class WeightGroup:
 # A process must ask Linux for AMX tiles before it uses them. vLLM's attention in bfloat16 does not
 # ask, and would end with "Illegal instruction".
 torch.cpu._init_amx()
+
+
+def _pack_experts_again() -> None:
+    """Let an update pack the experts of a mixture for the kernel of CPUs, as the start does.
+
+    vLLM packs only the first ones. The kernel would read others, which are not packed, as if they
+    were.
+    """
+    original = UnquantizedFusedMoEMethod._setup_kernel
+
+    def set_up(method: Any, layer: Any, **weights: torch.Tensor) -> None:
+        updated = method.moe_kernel is not None
+        original(method, layer, **weights)
+        if updated:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = set_up
+
+
+if current_platform.is_cpu():
+    _pack_experts_again()
 
 
 class Worker:
