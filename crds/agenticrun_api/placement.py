@@ -51,6 +51,13 @@ def unsuitable_modes(run: AgenticRun, claim: Manifest) -> str | None:
         return None
     # ReadWriteOnce is about nodes: several pods of one node may mount it.
     several_pods = "ReadWriteOnce" in modes
+    named = f"{claim['kind']} {claim['metadata']['name']} has {' and '.join(modes)}"
+    if several_pods and run.spec.roles.savers_have_topology:
+        return (
+            f"{named}, which allows one node, and Kueue does not know it: delete the run and apply "
+            "it without topology of roles trainer, reference and critic, or with a claim that has "
+            "ReadWriteMany"
+        )
     if several_pods and (settings.one_node or not run.spec.savers_need_several_nodes):
         return None
     needs = (
@@ -61,7 +68,7 @@ def unsuitable_modes(run: AgenticRun, claim: Manifest) -> str | None:
     )
     one_node = ", or set checkpoint.volumeClaim.oneNode: true if one node has room for all"
     return (
-        f"{claim['kind']} {claim['metadata']['name']} has {' and '.join(modes)}, and {needs}: "
+        f"{named}, and {needs}: "
         "delete the run and apply it with a claim that has ReadWriteMany, or with checkpoint.uri: "
         f"s3://bucket/prefix{one_node if several_pods else ''}"
     )

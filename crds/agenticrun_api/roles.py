@@ -318,12 +318,36 @@ class PodRole(Model):
         return self.pod_template or PodTemplate()
 
 
+NodeLabel = Annotated[str, Field(min_length=1, max_length=316)]
+
+
+class Topology(Model):
+    """How close to each other Kueue places the pods of a role (docs/queues.md)."""
+
+    RULES = (
+        Rule(
+            "has(self.required) != has(self.preferred)",
+            "set either required or preferred",
+            "",
+            lambda topology: (topology.required is None) != (topology.preferred is None),
+        ),
+    )
+
+    required: NodeLabel | None = None
+    """Node label of a level of Kueue's Topology, such as a rack's. All pods of the role get nodes
+    with the same value of it; the run waits until there is room."""
+    preferred: NodeLabel | None = None
+    """The same label, but if no value has room, the pods get nodes of a higher level, or of
+    several."""
+
+
 class WorkerRole(PodRole):
     """Settings of a role with a number of pods."""
 
     replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Pods. For env and inference it may change while the run trains
     (docs/concepts.md)."""
+    topology: Topology | None = None
 
 
 SAVES = frozenset({Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC})
@@ -405,6 +429,11 @@ class Roles(Model):
         settings = self.of(role)
         return settings.replicas if isinstance(settings, WorkerRole) else 1
 
+    def topology(self, role: Role) -> Topology | None:
+        """Return how close to each other a role asks Kueue to place its pods."""
+        settings = self.of(role) if self.has(role) else None
+        return settings.topology if isinstance(settings, WorkerRole) else None
+
     def min_replicas(self, role: Role) -> int:
         """Return the number of pods of a role without which no attempt begins."""
         settings, replicas = self.of(role), self.replicas(role)
@@ -415,6 +444,11 @@ class Roles(Model):
     def total_gpus(self, role: Role) -> int:
         """Return the number of GPUs of all pods of a role."""
         return self.replicas(role) * self.of(role).gpus
+
+    @property
+    def savers_have_topology(self) -> bool:
+        """True if Kueue chooses nodes for pods that write checkpoints by a topology of theirs."""
+        return any(map(self.topology, SAVES))
 
     @property
     def fewest_in_a_queue(self) -> dict[str, int]:

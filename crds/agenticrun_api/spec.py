@@ -644,6 +644,17 @@ def _selects_the_trainers_node(spec: AgenticRunSpec, role: Role) -> bool:
 
 _SHARE_THE_TRAINERS_NODE = (Role.DRIVER, Role.REFERENCE, Role.CRITIC)
 
+
+def _without_topology(roles: tuple[Role, ...]) -> str:
+    """Return in CEL that no role has a topology."""
+    paths = (f"self.roles.{role}" for role in roles)
+    lacks = " && ".join(f"(!has({path}) || !has({path}.topology))" for path in paths)
+    return f"(!has(self.roles) || ({lacks}))"
+
+
+_WORKERS = tuple(role for role in Role if role is not Role.DRIVER)
+_SAVING_WORKERS = tuple(role for role in _WORKERS if role in SAVES)
+
 ONE_NODE_RULES = (
     Rule(
         f"!{_ONE_NODE_CLAIM} || (has(self.checkpoint) && has(self.checkpoint.volumeClaim) "
@@ -677,6 +688,15 @@ ONE_NODE_RULES = (
         ),
         on_cluster=True,
         added=True,
+    ),
+    Rule(
+        f"!{_ONE_NODE_CLAIM} || {_without_topology(_SAVING_WORKERS)}",
+        "ReadWriteOnce allows one node, which Kueue does not know: leave topology out in roles "
+        "trainer, reference and critic, or set checkpoint.volumeClaim.accessMode: ReadWriteMany, "
+        "or checkpoint.uri to object storage",
+        ".checkpoint.volumeClaim.accessMode",
+        lambda s: not _claims_one_node(s) or not s.roles.savers_have_topology,
+        on_cluster=True,
     ),
 )
 
@@ -828,6 +848,13 @@ class AgenticRunSpec(Model):
             "transport Auto, SharedMemory, ObjectStore or Disk",
             ".pipeline.weightSync.transport",
             lambda s: s.placement != "Colocated" or s.pipeline.weight_sync.transport != "Broadcast",
+        ),
+        Rule(
+            f"has(self.queue) || {_without_topology(_WORKERS)}",
+            "topology is for Kueue, which places the pods of runs with a queue: set queue, or use "
+            "affinity",
+            ".roles",
+            lambda s: s.queue is not None or not any(map(s.roles.topology, _WORKERS)),
         ),
         *ONE_NODE_RULES,
     )

@@ -219,6 +219,9 @@ class QueueObjects:
     """The ResourceFlavors that Kueue has assigned, by name, while there is no RayCluster."""
     priority: Manifest | None = None
     """The WorkloadPriorityClass of the run, while there is no Workload."""
+    position: int | None = None
+    """Position of the run among all that wait in its ClusterQueue, from 1; None: it does not wait,
+    or Kueue does not say."""
 
 
 @dataclass(frozen=True)

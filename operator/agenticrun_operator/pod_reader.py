@@ -341,7 +341,11 @@ def _problem(pod: Manifest) -> Problem | PassingProblem | None:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             message = _one_line(condition.get("message", ""))
             found = Problem(Reason.UNSCHEDULABLE, f"cannot be scheduled: {message}")
-            if _VOLUME_COMES.search(message):
+            gates = [item["name"] for item in pod.get("spec", {}).get("schedulingGates") or ()]
+            if gates:
+                words = f"waits for scheduling gate {gates[0]}, which its controller has to remove"
+                found = Problem(Reason.UNSCHEDULABLE, words)
+            if gates or _VOLUME_COMES.search(message):
                 since = condition.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"]
                 return PassingProblem(found, _later(since, PASSING_SECONDS))
             return found

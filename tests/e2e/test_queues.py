@@ -6,6 +6,7 @@ docs/queues.md are what it prints.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from agenticrun_api.names import LABEL_RUN
+from agenticrun_api.names import LABEL_ROLE, LABEL_RUN
+from agenticrun_api.placement import HOSTNAME
 from agenticrun_operator.resources import Manifest, workloads
 from curves import read_curve
 from installation import ALL_DRILLS, RUNS, Operator
@@ -32,39 +34,55 @@ API = {"apiVersion": f"{workloads.KUEUE_GROUP}/{workloads.KUEUE_VERSION}"}
 WORKLOADS = f"workloads.{workloads.KUEUE_GROUP}"
 QUOTA = {"cpu": "1", "memory": "20Gi", "ephemeral-storage": "10Gi"}
 """Room for one run: its four pods ask for 0.7 CPUs."""
+WAITS = re.compile("queue research, position 1: .*insufficient unused quota")
 STEPS = 14
 PREEMPT_AFTER = 4
 """The step after which a run with a higher priority comes."""
 
 
-def queue_objects() -> list[Manifest]:
-    """Return the objects of docs/queues.md."""
-    quota = [{"name": name, "nominalQuota": amount} for name, amount in QUOTA.items()]
-    flavor = {"name": "node", "resources": quota}
+def a_queue(name: str, cluster_queue: str, flavor: str, nodes: Manifest) -> list[Manifest]:
+    """Return a LocalQueue with quota for one run on the nodes of a flavor."""
+    quota = [{"name": resource, "nominalQuota": amount} for resource, amount in QUOTA.items()]
+    flavors = [{"name": flavor, "resources": quota}]
     return [
-        {**API, "kind": "ResourceFlavor", "metadata": {"name": "node"}, "spec": {}},
+        {**API, "kind": "ResourceFlavor", "metadata": {"name": flavor}, "spec": nodes},
         {
             **API,
             "kind": "ClusterQueue",
-            "metadata": {"name": "one-run"},
+            "metadata": {"name": cluster_queue},
             "spec": {
                 "namespaceSelector": {},
                 "preemption": {"withinClusterQueue": "LowerPriority"},
-                "resourceGroups": [{"coveredResources": [*QUOTA], "flavors": [flavor]}],
+                "resourceGroups": [{"coveredResources": [*QUOTA], "flavors": flavors}],
             },
         },
+        {
+            **API,
+            "kind": "LocalQueue",
+            "metadata": {"name": name},
+            "spec": {"clusterQueue": cluster_queue},
+        },
+    ]
+
+
+def queue_objects() -> list[Manifest]:
+    """Return the objects of docs/queues.md, and a queue that gives each pod its node."""
+    linux = {"nodeLabels": {"kubernetes.io/os": "linux"}, "topologyName": "hosts"}
+    return [
+        {
+            **API,
+            "kind": "Topology",
+            "metadata": {"name": "hosts"},
+            "spec": {"levels": [{"nodeLabel": HOSTNAME}]},
+        },
+        *a_queue("research", "one-run", "node", {}),
+        *a_queue("near", "one-run-by-host", "host", linux),
         {
             **API,
             "kind": "WorkloadPriorityClass",
             "metadata": {"name": "urgent"},
             "value": 1000,
             "description": "first",
-        },
-        {
-            **API,
-            "kind": "LocalQueue",
-            "metadata": {"name": "research"},
-            "spec": {"clusterQueue": "one-run"},
         },
     ]
 
@@ -84,13 +102,9 @@ def queue(cluster: Cluster, operator: Operator) -> Iterator[None]:
 
     eventually(is_applied, 120, "the queue is there", interval=2.0)
     yield
-    for kind, name in (
-        ("localqueue", "research"),
-        ("clusterqueue", "one-run"),
-        ("resourceflavor", "node"),
-        ("workloadpriorityclass", "urgent"),
-    ):
-        inside.kubectl("delete", f"{kind}.{workloads.KUEUE_GROUP}", name, "--timeout=120s")
+    for item in reversed(queue_objects()):
+        kind, name = f"{item['kind'].lower()}.{workloads.KUEUE_GROUP}", item["metadata"]["name"]
+        inside.kubectl("delete", kind, name, "--timeout=120s")
     # What leads to its Services would hold up the namespace, and other tests.
     kinds = "apiservice,mutatingwebhookconfiguration,validatingwebhookconfiguration"
     inside.kubectl("delete", kinds, "-l", "app.kubernetes.io/name=kueue")
@@ -192,9 +206,9 @@ def test_a_preempted_run_ends_as_if_nothing_had_happened(
         steady.wait(lambda seen: seen.phase in ("Starting", "Running"), 120, "it has quota")
         runs.apply(*a_run("later"))
         later.wait(
-            lambda seen: "insufficient unused quota" in seen.status.get("message", ""),
+            lambda seen: bool(WAITS.match(seen.status.get("message", ""))),
             120,
-            "it waits with the words of Kueue",
+            "it waits with its position and the words of Kueue",
         )
         steady.wait(lambda seen: seen.step >= PREEMPT_AFTER, 600, "it trains")
         runs.apply(*a_run("urgent", 3, priorityClass="urgent"))
@@ -231,3 +245,25 @@ def test_a_preempted_run_ends_as_if_nothing_had_happened(
     print(
         f"\nstep {saved}", *(f"{what}: {seconds:.0f} s" for what, seconds in took.items()), sep="; "
     )
+
+
+@pytest.mark.timeout(900, func_only=True)
+def test_kueue_gives_the_pods_of_a_run_their_nodes(
+    runs: Cluster, cluster: Cluster, queue: None
+) -> None:
+    """It opens the gates of KubeRay's pods, except of those that must go to the volume's node."""
+    code, document = a_run("near", 2)
+    document["spec"]["queue"]["name"] = "near"
+    document["spec"]["roles"]["env"]["topology"] = {"required": HOSTNAME}
+    with Watch(runs, "near") as near:
+        runs.apply(code, document)
+        near.wait(lambda seen: seen.phase == "Running", 300, "it runs")
+        pods = {pod["metadata"]["labels"][LABEL_ROLE]: pod for pod in runs.list("pods")}
+        near.wait(lambda seen: seen.phase == "Succeeded", 300, "it ends")
+    (node,) = cluster.list("nodes")
+    chosen = {role: pod["spec"]["nodeSelector"].get(HOSTNAME) for role, pod in pods.items()}
+    name = node["metadata"]["labels"][HOSTNAME]
+    assert chosen == {"driver": None, "trainer": None, "env": name, "inference": name}
+    annotations = pods["env"]["metadata"]["annotations"]
+    assert annotations["kueue.x-k8s.io/podset-required-topology"] == HOSTNAME
+    assert not [pod for pod in pods.values() if "schedulingGates" in pod["spec"]]

@@ -31,6 +31,10 @@ class FakeKueue:
     """False: its controllers are stopped."""
     refusal: tuple[str, str] = ("Pending", NO_QUOTA)
     """Reason and words for a Workload that is not admitted."""
+    positions: dict[str, int] | None = None
+    """Positions of the Workloads that wait, by name. None: it serves no visibility API."""
+    has_topology: bool = False
+    """All its flavors have a Topology, so that it chooses a node for each pod."""
     checks: list[Manifest] = field(default_factory=list)
     """Admission checks of the ClusterQueue, with their states."""
     objects: dict[tuple[str, str], Manifest] = field(
@@ -82,6 +86,7 @@ class FakeKueue:
                 "flavors": {"cpu": "cheap"}
                 | ({"nvidia.com/gpu": "a100"} if item["name"] == "trainer" else {}),
             }
+            | ({"topologyAssignment": {"levels": [], "slices": []}} if self.has_topology else {})
             for item in workload["spec"]["podSets"]
         ]
         said = f"Quota reserved in ClusterQueue {CLUSTER_QUEUE}"

@@ -98,7 +98,7 @@ def pod_of(cluster: Manifest, role: str, name: str) -> Manifest:
     """Return a new pod of a RayCluster, as KubeRay makes it."""
     owner, spec = cluster["metadata"], cluster["spec"]
     groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
-    template = groups.get(role, spec["headGroupSpec"])["template"]["spec"]
+    template = groups.get(role, spec["headGroupSpec"])["template"]
     reference = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "controller": True}
     return {
         "apiVersion": "v1",
@@ -106,7 +106,9 @@ def pod_of(cluster: Manifest, role: str, name: str) -> Manifest:
         "metadata": {
             "name": name,
             "namespace": owner["namespace"],
-            "labels": {
+            "annotations": dict(template["metadata"].get("annotations", {})),
+            "labels": template["metadata"]["labels"]
+            | {
                 LABEL_RUN: owner["name"],
                 LABEL_RUN_UID: owner["labels"][LABEL_RUN_UID],
                 LABEL_ROLE: role,
@@ -116,7 +118,7 @@ def pod_of(cluster: Manifest, role: str, name: str) -> Manifest:
             },
             "ownerReferences": [reference | {"name": owner["name"], "uid": owner["uid"]}],
         },
-        "spec": copy.deepcopy(template),
+        "spec": copy.deepcopy(template["spec"]),
         "status": {},
     }
 

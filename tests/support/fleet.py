@@ -240,6 +240,9 @@ class Fleet:
     async def list_pod_warnings(self, namespace: str, pod_uid: str) -> list[Manifest]:
         return []
 
+    async def queue_positions(self, namespace: str, queue: str) -> dict[str, int]:
+        raise AssertionError("no run waits in a queue")
+
     async def create(self, manifest: Manifest) -> None:
         metadata = manifest["metadata"]
         if manifest["kind"] == "RayCluster":

@@ -661,6 +661,13 @@ class World:
             raise Denied("events is forbidden")
         return copied(self.pod_warnings.get(pod_uid, []))
 
+    async def queue_positions(self, namespace: str, queue: str) -> dict[str, int]:
+        self._point("get positions")
+        assert (namespace, queue) == (NAMESPACE, self.run["spec"]["queue"]["name"])
+        if self.kueue is None or self.kueue.positions is None:
+            raise NotServed("404 page not found")
+        return dict(self.kueue.positions)
+
     async def create(self, manifest: Manifest) -> None:
         self._point(f"create {manifest['kind']}")
         self._check_served(manifest["kind"])

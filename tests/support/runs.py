@@ -17,7 +17,7 @@ from agenticrun_api.base import Model
 from agenticrun_api.environments import EnvGroups
 from agenticrun_api.network import Network, NetworkPeer
 from agenticrun_api.pipeline import Pipeline, Record, Staleness
-from agenticrun_api.roles import ElasticRole, PodTemplate, Resources, WorkerRole
+from agenticrun_api.roles import ElasticRole, PodTemplate, Resources, Topology, WorkerRole
 from agenticrun_api.run import AgenticRun
 from agenticrun_api.spec import (
     AgenticRunSpec,
@@ -1049,6 +1049,40 @@ RULE_CASES: tuple[RuleCase, ...] = (
         "spec.checkpoint.volumeClaim.accessMode",
         ((f"{_TRAINER}.nodeSelector", {"pool": "a"}), (f"{_DRIVER}.nodeSelector", {"pool": "b"})),
         ((f"{_TRAINER}.nodeSelector", {"pool": "a"}), (f"{_DRIVER}.nodeSelector", {"disk": "b"})),
+    ),
+    RuleCase(
+        AgenticRunSpec,
+        "ReadWriteOnce allows one node, which Kueue does not know",
+        "spec.checkpoint.volumeClaim.accessMode",
+        (("spec.queue", {"name": "gpus"}), (_TRAINER, {"topology": {"required": "rack"}})),
+        (
+            ("spec.queue", {"name": "gpus"}),
+            (_TRAINER, {"topology": {"required": "rack"}}),
+            ("spec.checkpoint.uri", "s3://bucket/prefix"),
+        ),
+    ),
+    RuleCase(
+        AgenticRunSpec,
+        "topology is for Kueue",
+        "spec.roles",
+        (("spec.roles", {"env": {"topology": {"required": "rack"}}}),),
+        (
+            ("spec.roles", {"env": {"topology": {"required": "rack"}}}),
+            ("spec.queue", {"name": "gpus"}),
+        ),
+    ),
+    RuleCase(
+        Topology,
+        "set either required or preferred",
+        "spec.roles.env.topology",
+        (
+            ("spec.roles", {"env": {"topology": {"required": "rack", "preferred": "rack"}}}),
+            ("spec.queue", {"name": "gpus"}),
+        ),
+        (
+            ("spec.roles", {"env": {"topology": {"preferred": "rack"}}}),
+            ("spec.queue", {"name": "gpus"}),
+        ),
     ),
     RuleCase(
         ElasticRole,

@@ -45,6 +45,7 @@ from agenticrun_api.names import (
     TOKEN_HEADER,
     ExitCode,
 )
+from agenticrun_api.placement import HOSTNAME
 from agenticrun_api.status import CheckpointStatus
 from agenticrun_operator.cluster import KubeClient
 from agenticrun_operator.cluster.kube import object_path
@@ -391,6 +392,8 @@ class SimulatedCluster:
             name, gpus = pod["metadata"]["name"], gpus_of(pod)
             if "nodeName" in pod["spec"] or "deletionTimestamp" in pod["metadata"]:
                 continue
+            if pod["spec"].get("schedulingGates"):
+                continue
             held = sum(gpus_of(item) for item in self.pods if "nodeName" in item["spec"])
             if self._gpus is not None and gpus and (held + gpus > self._gpus or not turns):
                 said = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
@@ -398,7 +401,8 @@ class SimulatedCluster:
                 await self._patch_pod(name, {"conditions": [unplaced | {"message": said}]})
                 continue
             turns -= bool(gpus)
-            pod["spec"]["nodeName"] = NODE
+            node = pod["spec"].get("nodeSelector", {}).get(HOSTNAME, NODE)
+            pod["spec"]["nodeName"] = node
             await self._send(
                 "POST",
                 f"{object_path('Pod', self._namespace, name)}/binding",
@@ -406,7 +410,7 @@ class SimulatedCluster:
                     "apiVersion": "v1",
                     "kind": "Binding",
                     "metadata": {"name": name},
-                    "target": {"apiVersion": "v1", "kind": "Node", "name": NODE},
+                    "target": {"apiVersion": "v1", "kind": "Node", "name": node},
                 },
             )
 

@@ -143,6 +143,10 @@ kubernetes.io/arch: {{ first .Values.architectures }}
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads/status]
   verbs: [update]
+# The position of a run in its queue. Where Kueue does not serve it, the status has none.
+- apiGroups: [visibility.kueue.x-k8s.io]
+  resources: [localqueues/pendingworkloads]
+  verbs: [get]
 {{- end }}
 - apiGroups: [""]
   resources: [events]

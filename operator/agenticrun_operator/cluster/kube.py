@@ -43,6 +43,8 @@ LIST_SECONDS = 15.0
 ADMISSION_SECONDS = 35.0
 """Limit of a write that admission webhooks may see, and of a second try of one that may be
 repeated. A webhook may take 30 s, and the apiserver ends a write after 34 s."""
+POSITIONS_SECONDS = 2.0
+"""Limit for Kueue's positions, which no run needs: a Kueue that is down must delay no look."""
 CONNECT_SECONDS = 5.0
 """Limit for a new connection within any of these."""
 IDLE_SECONDS = 2.0
@@ -72,6 +74,7 @@ _METADATA = "application/json;as=PartialObjectMetadata{};g=meta.k8s.io;v=v1"
 _WATCHED_WHOLE = frozenset({"Pod", "RayCluster", "NetworkPolicy", WORKLOAD_KIND})
 """Kinds that are watched with all their fields; of other kinds, only the metadata is watched."""
 _KUEUE = f"/apis/{KUEUE_GROUP}/{KUEUE_VERSION}"
+_VISIBILITY = f"/apis/visibility.{KUEUE_GROUP}/{KUEUE_VERSION}"
 _ROOTS = {
     names.KIND: (f"/apis/{names.GROUP}/{names.VERSION}", names.PLURAL),
     "RayCluster": ("/apis/ray.io/v1", "rayclusters"),
@@ -243,6 +246,14 @@ class KubeClient:
         )
         items: list[Manifest] = found["items"]
         return items
+
+    async def queue_positions(self, namespace: str, queue: str) -> dict[str, int]:
+        path = f"{_VISIBILITY}/namespaces/{namespace}/localqueues/{queue}/pendingworkloads"
+        found = await self._request("GET", path, limits=(POSITIONS_SECONDS,))
+        return {
+            item["metadata"]["name"]: item["positionInClusterQueue"] + 1
+            for item in found["items"] or []
+        }
 
     async def list_objects(
         self, kind: str, namespace: str | None, label: str | None

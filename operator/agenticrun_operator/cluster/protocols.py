@@ -52,6 +52,18 @@ class Kube(Protocol):
         """Return the events of type Warning on a pod."""
         ...
 
+    async def queue_positions(self, namespace: str, queue: str) -> dict[str, int]:
+        """Return the positions of the Workloads that wait in a LocalQueue, by name.
+
+        Position 1 is the first of all that wait in its ClusterQueue. Kueue names 1,000 at most.
+
+        Raises:
+            NotServed: Kueue's visibility API is not installed.
+            NotFound: Kueue does not know the queue.
+            Denied: the right to read them is missing.
+        """
+        ...
+
     async def create(self, manifest: Manifest) -> None:
         """Create an object. Admission webhooks may take half a minute.
 

@@ -410,7 +410,8 @@ def provision(state: State) -> Result:
         claim = state.observed.child(resources.CLAIM_KIND, resources.claim_name(run))
         placed = None
         if state.workload and state.observed.child("RayCluster", state.name) is None:
-            placed = workloads.placements(state.workload, state.observed.queue.flavors)
+            flavors = state.observed.queue.flavors
+            placed = workloads.placements(run, state.workload, flavors, claim)
         desired = resources.desired_children(run, state.images, tokens, claim, placed)
         missing = {child for child, found in children.items() if found is None}
         create = tuple(manifest for manifest in desired if Child.of(manifest) in missing)

@@ -104,9 +104,11 @@ def _ask(state: State) -> Result:
 
 
 def _report(state: State, reason: Reason, words: str, way_on: str) -> Result:
-    """Show why the run waits, in the words of Kueue."""
+    """Show why the run waits, in the words of Kueue, and at which position if Kueue says so."""
     assert state.run.spec.queue is not None
-    message = f"queue {state.run.spec.queue.name}: {words}"
+    position = state.observed.queue.position if reason is Reason.QUEUED else None
+    place = f", position {position}" if position else ""
+    message = f"queue {state.run.spec.queue.name}{place}: {words}"
     if trouble := state.observed.workload_trouble:
         message = f"{message}; the Workload cannot be changed: {trouble[0]}"
     if state.status.job:

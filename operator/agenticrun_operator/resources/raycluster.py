@@ -64,6 +64,8 @@ class Placement:
     tolerations: tuple[Manifest, ...]
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
+    gates: tuple[str, ...] = ()
+    """Scheduling gates, which the queue removes when it has chosen the node of a pod."""
 
 
 def ray_cluster(
@@ -131,6 +133,9 @@ def _placed(template: Manifest, placement: Placement | None) -> Manifest:
     tolerations += [item for item in placement.tolerations if item not in tolerations]
     if tolerations:
         pod["tolerations"] = tolerations
+    if placement.gates:
+        gates = [{"name": name} for name in placement.gates]
+        pod["schedulingGates"] = list(pod.get("schedulingGates", ())) + gates
     return {"metadata": metadata, "spec": pod}
 
 

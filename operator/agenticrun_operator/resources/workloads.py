@@ -16,6 +16,8 @@ from typing import Any
 
 from agenticrun_api import AgenticRun, Role
 from agenticrun_api.names import GROUP
+from agenticrun_api.placement import on_one_node
+from agenticrun_api.roles import SAVES
 from agenticrun_operator.resources.images import WorkerImages
 from agenticrun_operator.resources.metadata import Manifest, child_metadata, is_deleting
 from agenticrun_operator.resources.raycluster import Placement, ray_cluster
@@ -48,6 +50,9 @@ _WAIT_FOR_HEAD: Manifest = {
     "resources": {"requests": {"cpu": "200m", "memory": "256Mi"}},
 }
 """The init container that KubeRay adds to each worker pod. It counts for tiny pods only."""
+_TOPOLOGY_GATE = f"{KUEUE_GROUP}/topology"
+_LABEL_POD_SET = f"{KUEUE_GROUP}/podset"
+_ANNOTATION_WORKLOAD = f"{KUEUE_GROUP}/workload"
 _REQUEUED = frozenset({"Preempted", "NodeFailures"})
 """Reasons of an eviction after which the job's controller requeues the Workload. After others,
 Kueue does: at the end of its backoff, or when the queue is started again."""
@@ -82,24 +87,25 @@ def build(
         group["groupName"]: (group["replicas"], group, [_WAIT_FOR_HEAD])
         for group in cluster["workerGroupSpecs"]
     }
-    fewest = run.spec.roles.fewest_in_a_queue
+    fewest, topology = run.spec.roles.fewest_in_a_queue, run.spec.roles.topology
     spec: Manifest = {
         "queueName": queue.name,
         "podSets": [
             {"name": name, "count": count, "template": _accounted(group["template"], extra)}
             | ({"minCount": fewest[name]} if name in fewest else {})
+            | ({"topologyRequest": asked.to_dict()} if (asked := topology(Role(name))) else {})
             for name, (count, group, extra) in groups.items()
         ],
     }
     if queue.priority_class:
         reference = {"group": KUEUE_GROUP, "kind": PRIORITY_KIND, "name": queue.priority_class}
         spec |= {"priorityClassRef": reference, "priority": priority}
-    asked = ",".join(f"{name}={number}" for name, number in fewest.items())
+    smallest = ",".join(f"{name}={number}" for name, number in fewest.items())
     return {
         "apiVersion": f"{KUEUE_GROUP}/{KUEUE_VERSION}",
         "kind": WORKLOAD_KIND,
         "metadata": child_metadata(run, name_of(run))
-        | {"annotations": {_ANNOTATION_FEWEST: asked}},
+        | {"annotations": {_ANNOTATION_FEWEST: smallest}},
         "spec": spec,
     }
 
@@ -155,6 +161,12 @@ def holds_quota(found: Manifest) -> bool:
     return _is_true(found, "QuotaReserved") and not is_finished(found)
 
 
+def waits_for_quota(found: Manifest) -> bool:
+    """Return True if Kueue has looked for quota for the Workload and has found none."""
+    looked = condition_of(found, "QuotaReserved").get("status") == "False"
+    return looked and is_active(found) and not is_finished(found)
+
+
 def is_admitted(found: Manifest) -> bool:
     """Return True if the pods of the run may exist."""
     gone = is_deleting(found) or is_finished(found) or is_evicted(found)
@@ -206,15 +218,25 @@ def _assignments(found: Manifest) -> list[Manifest]:
     return admission.get("podSetAssignments") or []
 
 
-def placements(found: Manifest, flavors: Mapping[str, Manifest]) -> dict[str, Placement]:
+def placements(
+    run: AgenticRun,
+    found: Manifest,
+    flavors: Mapping[str, Manifest],
+    claim: Manifest | None = None,
+) -> dict[str, Placement]:
     """Return where Kueue has placed the pods of each role.
 
-    That is the nodes of the flavors, and what admission checks have added.
+    That is the nodes of the flavors, what admission checks have added, and the gate of pods whose
+    nodes a Topology decides: Kueue gives each of them its node and opens the gate.
 
     Args:
+        run: the run.
         found: the Workload, which is admitted.
         flavors: its ResourceFlavors by name.
+        claim: the user's own claim for checkpoints, if it was read.
     """
+    # Kueue knows nothing of the node of a volume. It may choose others, and no pod could start.
+    by_volume = SAVES if on_one_node(run, claim) else frozenset()
     placed = {}
     for assigned in _assignments(found):
         name = assigned["name"]
@@ -231,6 +253,9 @@ def placements(found: Manifest, flavors: Mapping[str, Manifest]) -> dict[str, Pl
             for update in check.get("podSetUpdates") or ()
             if update["name"] == name
         ]
+        gated = bool(assigned.get("topologyAssignment")) and name not in by_volume
+        if gated:
+            parts.append(_for_ungating(found, name))
         maps: dict[str, dict[str, str]] = {
             key: {} for key in ("nodeSelector", "labels", "annotations")
         }
@@ -242,8 +267,24 @@ def placements(found: Manifest, flavors: Mapping[str, Manifest]) -> dict[str, Pl
             tuple(item for part in parts for item in part.get("tolerations") or ()),
             maps["labels"],
             maps["annotations"],
+            (_TOPOLOGY_GATE,) if gated else (),
         )
     return placed
+
+
+def _for_ungating(found: Manifest, name: str) -> Manifest:
+    """Return the metadata by which Kueue finds the gated pods of a pod set."""
+    pod_sets = {item["name"]: item for item in found["spec"]["podSets"]}
+    asked = pod_sets[name].get("topologyRequest") or {}
+    # Where all flavors have a Topology, Kueue places pods by it that have not asked.
+    kind = next((kind for kind in ("required", "preferred") if kind in asked), "unconstrained")
+    return {
+        "labels": {_LABEL_POD_SET: name},
+        "annotations": {
+            _ANNOTATION_WORKLOAD: found["metadata"]["name"],
+            f"{KUEUE_GROUP}/podset-{kind}-topology": asked.get(kind, "true"),
+        },
+    }
 
 
 # -- change ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ rights and limits that the chart gives the operator.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import time
@@ -21,6 +22,7 @@ import pytest
 
 from agenticrun_api import Role
 from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN
+from agenticrun_api.placement import HOSTNAME
 from agenticrun_operator.cluster import KubeClient, connect
 from agenticrun_operator.cluster.kube import object_path
 from agenticrun_operator.resources import Manifest, workloads
@@ -40,13 +42,16 @@ PREEMPTIONS = int(os.environ.get("AGENTICRUN_KUEUE_PREEMPTIONS", "2"))
 WAIT_SECONDS = 180.0
 API = {"apiVersion": f"{workloads.KUEUE_GROUP}/{workloads.KUEUE_VERSION}"}
 PLENTY = ("cpu", "memory", "ephemeral-storage")
+RACK = "example.com/rack"
+RACKS = {"a1": "a", "b1": "b", "b2": "b"}
+"""The racks of the nodes, which have a GPU each. Only a Topology of Kueue is about them."""
 
 
-def a_queue(name: str, cluster_queue: str, gpus: int) -> list[Manifest]:
+def a_queue(name: str, cluster_queue: str, gpus: int, flavor_name: str = "pool") -> list[Manifest]:
     """Return a LocalQueue with quota for some GPUs."""
     quota = [{"name": resource, "nominalQuota": "1000G"} for resource in PLENTY]
     flavor = {
-        "name": "pool",
+        "name": flavor_name,
         "resources": [*quota, {"name": "nvidia.com/gpu", "nominalQuota": gpus}],
     }
     return [
@@ -82,6 +87,19 @@ def queue_objects() -> list[Manifest]:
         },
         *a_queue("research", "gpus", 1),
         *a_queue("wide", "three-gpus", 3),
+        *a_queue("racks", "near", len(RACKS), "racks"),
+        {
+            **API,
+            "kind": "ResourceFlavor",
+            "metadata": {"name": "racks"},
+            "spec": {"nodeLabels": {"example.com/pool": "racks"}, "topologyName": "racks"},
+        },
+        {
+            **API,
+            "kind": "Topology",
+            "metadata": {"name": "racks"},
+            "spec": {"levels": [{"nodeLabel": RACK}, {"nodeLabel": HOSTNAME}]},
+        },
         {
             **API,
             "kind": "WorkloadPriorityClass",
@@ -113,7 +131,27 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         RELEASE.set_up(cluster)
         cluster.apply(*RELEASE.cluster_rights(cluster))
         cluster.in_namespace(NAMESPACE).apply(*queue_objects())
+        for name, rack in RACKS.items():
+            add_node(cluster, name, {RACK: rack, "example.com/pool": "racks"})
         yield cluster
+
+
+def add_node(cluster: Cluster, name: str, labels: dict[str, str]) -> None:
+    """Create a node with a GPU, as a kubelet does that is ready."""
+    labels = labels | {HOSTNAME: name}
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
+    )
+    amounts = {"cpu": "64", "memory": "1Ti", "ephemeral-storage": "1Ti", "pods": "99"}
+    amounts["nvidia.com/gpu"] = "1"
+    status = {
+        "allocatable": amounts,
+        "capacity": amounts,
+        "conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady"}],
+    }
+    patch = ("patch", "node", name, "--type=merge", "-p")
+    cluster.kubectl(*patch, json.dumps({"status": status}), "--subresource=status")
+    cluster.kubectl(*patch, '{"spec": {"taints": null}}')  # a new node is not ready
 
 
 @dataclass
@@ -330,6 +368,30 @@ async def test_a_run_that_gets_smaller_makes_room_for_another_one(place: Place) 
     for name in ("small", "large"):
         await place.until_phase(name, "Succeeded")
     assert len(place.cluster.histories["large"].submissions) == 1, "it trains on"
+
+
+@pytest.mark.timeout(600)
+async def test_the_engines_of_a_run_get_nodes_of_one_rack(place: Place) -> None:
+    def engines(number: int) -> tuple[str, Any]:
+        topology = {"required": RACK}
+        return "spec.roles.inference", {"gpus": 1, "replicas": number, "topology": topology}
+
+    queue = {"name": "racks"}
+    await place.cluster.create_run(a_run("far", engines(3), gpus=0, queue=queue))
+    await place.until(
+        "the words of Kueue are shown",
+        lambda: "allows to fit only 2 out of 3 pod(s)" in place.status("far").get("message", ""),
+    )
+    await place.cluster.create_run(a_run("near", engines(2), gpus=0, queue=queue))
+    await place.until_phase("near", "Running")
+    nodes: dict[str, list[str]] = {}
+    for pod in place.cluster.pods:
+        assert "schedulingGates" not in pod["spec"]
+        assert pod["spec"]["nodeName"] in RACKS
+        nodes.setdefault(pod["metadata"]["labels"][LABEL_ROLE], []).append(pod["spec"]["nodeName"])
+    assert sorted(nodes.pop("inference")) == ["b1", "b2"]
+    assert nodes.keys() == {"driver", "trainer", "env"}
+    await place.until_phase("near", "Succeeded")
 
 
 @pytest.mark.timeout(600)

@@ -66,6 +66,27 @@ async def test_a_claim_that_gets_its_volume_a_moment_later_is_no_alarm() -> None
     assert roles_ready(world)[0] == "Unschedulable"
 
 
+async def test_a_scheduling_gate_that_stays_is_named() -> None:
+    world = World()
+    world.apply_run()
+    operator = Operator(world)
+    await operator.reconcile()
+    await operator.reconcile()
+    world.make_pods()
+    for pod in world.pods(Role.ENV):
+        gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+        words = "Scheduling is blocked due to non-empty scheduling gates"
+        pod["status"] = {"conditions": [gated | {"message": words}]}
+        pod["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/topology"}]
+        del pod["spec"]["nodeName"]
+    await wait(operator, 5)
+    assert "Unschedulable" not in happened(world), "Kueue takes a moment"
+    await wait(operator, 10)
+    reason, message = roles_ready(world)
+    assert reason == "Unschedulable"
+    assert "waits for scheduling gate kueue.x-k8s.io/topology" in message
+
+
 async def test_a_worker_that_starts_again_with_its_head_is_no_crash() -> None:
     world = World(rejoin_seconds=20.0)
     world.apply_run()

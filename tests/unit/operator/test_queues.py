@@ -92,6 +92,14 @@ def follows(env: int) -> dict[str, Any]:
     return {"pools": {Role.ENV: pool, Role.INFERENCE: one}, "version": __version__}
 
 
+@pytest.fixture
+async def three_env_pods() -> Operator:
+    """An operator on a run that trains with three env pods, and whose driver can change that."""
+    operator = a_run(("spec.roles.env", {"replicas": 3}))
+    await training(operator, checkpoint=checkpoint(operator.world, 1), **follows(3))
+    return operator
+
+
 async def pass_time(operator: Operator, seconds: int, step: int = 5) -> None:
     for _ in range(seconds // step):
         operator.world.make_pods()
@@ -133,6 +141,44 @@ async def test_a_run_that_waits_writes_nothing_and_reads_little() -> None:
     assert not [request for request in world.requests if "Workload" in request]
 
 
+async def test_a_run_that_waits_shows_its_position_while_kueue_says_it() -> None:
+    operator = a_run(free=False)
+    world = operator.world
+    await pass_time(operator, 10)
+    name = workload(world)["metadata"]["name"]
+    for position in (12, 11):
+        kueue(world).positions = {"of-another-run": 1, name: position}
+        await pass_time(operator, 60)
+        assert world.status.message == f"queue research, position {position}: {NO_QUOTA}"
+    assert happened(world).count("Queued") == 1, "another position is no event"
+    kueue(world).positions = None
+    await pass_time(operator, 60)
+    assert world.status.message == f"queue research: {NO_QUOTA}"
+
+
+async def test_a_run_that_could_never_be_admitted_has_no_position() -> None:
+    operator = a_run(free=False)
+    world = operator.world
+    kueue(world).refusal = ("ExceedsMaxQuota", "the run is larger than the ClusterQueue")
+    await pass_time(operator, 10)
+    kueue(world).positions = {workload(world)["metadata"]["name"]: 1}
+    await pass_time(operator, 60)
+    assert "position" not in (world.status.message or "")
+
+
+async def test_positions_are_asked_for_once_in_20_seconds_at_most() -> None:
+    """Events of the run's Workload lead to looks in between."""
+    operator = a_run(free=False)
+    world = operator.world
+    await pass_time(operator, 10)
+    for served in ({workload(world)["metadata"]["name"]: 2}, None):
+        kueue(world).positions = served
+        await pass_time(operator, 60)
+        world.requests.clear()
+        await pass_time(operator, 120, step=1)
+        assert 3 <= world.requests.count("get positions") <= 7
+
+
 async def test_flavors_decide_where_the_pods_go() -> None:
     operator = a_run()
     await operator.settle()
@@ -143,6 +189,87 @@ async def test_flavors_decide_where_the_pods_go() -> None:
     assert "pool" not in pods["env"]["nodeSelector"]
     labels = operator.world.objects["RayCluster", NAME]["metadata"]["labels"]
     assert not [label for label in labels if "kueue" in label]
+
+
+RACK = "example.com/rack"
+GATED = [{"name": "kueue.x-k8s.io/topology"}]
+
+
+def for_kueue(template: Manifest) -> dict[str, str]:
+    """Return the metadata of a pod by which Kueue finds it."""
+    metadata = template["metadata"]
+    found = metadata.get("annotations", {}) | metadata["labels"]
+    return {
+        key.removeprefix("kueue.x-k8s.io/"): value for key, value in found.items() if "kueue" in key
+    }
+
+
+def templates(world: World) -> dict[str, Manifest]:
+    """Return the pod template of each role in the RayCluster."""
+    spec = world.objects["RayCluster", NAME]["spec"]
+    workers = {group["groupName"]: group["template"] for group in spec["workerGroupSpecs"]}
+    return workers | {"driver": spec["headGroupSpec"]["template"]}
+
+
+@pytest.mark.parametrize("kind", ["required", "preferred"])
+async def test_kueue_gives_the_pods_of_a_role_with_a_topology_their_nodes(kind: str) -> None:
+    operator = a_run(
+        ("spec.roles.trainer", {"replicas": 2, "topology": {kind: RACK}}),
+        ("spec.checkpoint", {"uri": "s3://bucket/prefix"}),
+    )
+    world = operator.world
+    kueue(world).has_topology = True
+    await operator.settle()
+    asked = {
+        item["name"]: item.get("topologyRequest") for item in workload(world)["spec"]["podSets"]
+    }
+    assert {role for role, request in asked.items() if request} == {"trainer"}
+    assert asked["trainer"] == {kind: RACK}
+    made, name = templates(world), workload(world)["metadata"]["name"]
+    assert {role: pod["spec"]["schedulingGates"] for role, pod in made.items()} == dict.fromkeys(
+        ("driver", "trainer", "inference", "env"), GATED
+    )
+    assert for_kueue(made["trainer"]) == {
+        "podset": "trainer",
+        "workload": name,
+        f"podset-{kind}-topology": RACK,
+    }
+    assert for_kueue(made["env"]) == {
+        "podset": "env",
+        "workload": name,
+        "podset-unconstrained-topology": "true",
+    }
+
+
+async def test_a_volume_of_one_node_chooses_the_node_of_the_pods_that_save() -> None:
+    """Kueue does not know the volume: on the nodes that it chooses, they could not start."""
+    operator = a_run(("spec.roles.inference", {"replicas": 2, "topology": {"required": RACK}}))
+    world = operator.world
+    kueue(world).has_topology = True
+    await operator.settle()
+    gated = {role for role, pod in templates(world).items() if "schedulingGates" in pod["spec"]}
+    assert gated == {"inference", "env"}
+    assert not for_kueue(templates(world)["trainer"])
+
+
+async def test_a_claim_of_one_node_and_a_topology_of_the_trainers_exclude_each_other() -> None:
+    operator = a_run(
+        ("spec.roles.trainer", {"replicas": 2, "topology": {"required": RACK}}),
+        ("spec.checkpoint", {"volumeClaim": {"claimName": "mine"}}),
+    )
+    world = operator.world
+    world.add_claim("mine")
+    await operator.settle()
+    assert world.status.phase is Phase.PENDING
+    assert "without topology of roles trainer" in (world.status.message or "")
+    assert world.workload is None
+
+
+async def test_pods_get_no_gate_from_a_kueue_without_a_topology() -> None:
+    operator = a_run()
+    await operator.settle()
+    made = templates(operator.world)
+    assert not [pod for pod in made.values() if "schedulingGates" in pod["spec"] or for_kueue(pod)]
 
 
 async def test_a_flavor_that_does_not_exist_is_named() -> None:
@@ -656,10 +783,10 @@ async def test_a_partly_admitted_run_that_wants_other_numbers() -> None:
     assert world.quota_faults == []
 
 
-async def test_fewer_pods_give_their_quota_back_when_they_are_gone() -> None:
-    operator = a_run(("spec.roles.env", {"replicas": 3}))
-    world = operator.world
-    await training(operator, checkpoint=checkpoint(world, 1), **follows(3))
+async def test_fewer_pods_give_their_quota_back_when_they_are_gone(
+    three_env_pods: Operator,
+) -> None:
+    operator, world = three_env_pods, three_env_pods.world
     place = workload(world)["metadata"]["uid"]
     world.change_run(("roles.env.replicas", 1))
     await operator.settle(2)
@@ -686,10 +813,8 @@ async def test_fewer_pods_give_their_quota_back_when_they_are_gone() -> None:
     assert world.quota_faults == []
 
 
-async def test_quota_that_was_given_back_is_asked_for_again() -> None:
-    operator = a_run(("spec.roles.env", {"replicas": 3}))
-    world = operator.world
-    await training(operator, checkpoint=checkpoint(world, 1), **follows(3))
+async def test_quota_that_was_given_back_is_asked_for_again(three_env_pods: Operator) -> None:
+    operator, world = three_env_pods, three_env_pods.world
     world.change_run(("roles.env.replicas", 1))
     await operator.settle(1)
     world.drive(1, checkpoint=checkpoint(world, 1), **follows(1))
@@ -705,11 +830,11 @@ async def test_quota_that_was_given_back_is_asked_for_again() -> None:
     assert world.quota_faults == []
 
 
-async def test_pods_whose_quota_was_given_back_too_late_go_through_the_queue() -> None:
+async def test_pods_whose_quota_was_given_back_too_late_go_through_the_queue(
+    three_env_pods: Operator,
+) -> None:
     """The answer of Kueue's webhook was slow, and the user wanted the pods again before it."""
-    operator = a_run(("spec.roles.env", {"replicas": 3}))
-    world = operator.world
-    await training(operator, checkpoint=checkpoint(world, 1), **follows(3))
+    operator, world = three_env_pods, three_env_pods.world
     workload(world)["status"]["reclaimablePods"] = [{"name": "env", "count": 2}]
     await operator.settle(2)
     found = condition(world, ConditionType.SUSPENDED)

@@ -111,6 +111,20 @@ async def test_the_status_is_sent_in_utf_8_and_so_is_every_other_text(
     assert "\U0001f6ab".encode() in content, "the apiserver reads no escaped surrogates"
 
 
+async def test_a_position_in_a_queue_counts_from_one(
+    apiserver: SlowApiserver, kube: KubeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = {"positionInClusterQueue": 4, "positionInLocalQueue": 0}
+    apiserver.answer = 200, {"items": [waiting | {"metadata": {"name": "agenticrun-lake-1"}}]}
+    assert await kube.queue_positions("team", "research") == {"agenticrun-lake-1": 5}
+    monkeypatch.setattr(kube_client, "POSITIONS_SECONDS", 0.2)
+    apiserver.seconds = 0.7
+    apiserver.requests.clear()
+    with pytest.raises(Unanswered):
+        await kube.queue_positions("team", "research")
+    assert len(apiserver.requests) == 1, "a second try would delay the look"
+
+
 # -- limits ----------------------------------------------------------------------------------------
 
 
