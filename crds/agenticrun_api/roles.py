@@ -322,7 +322,7 @@ NodeLabel = Annotated[str, Field(min_length=1, max_length=316)]
 
 
 class Topology(Model):
-    """How close to each other Kueue places the pods of a role (docs/queues.md)."""
+    """How close Kueue places a role's pods (docs/queues.md)."""
 
     RULES = (
         Rule(
@@ -334,11 +334,10 @@ class Topology(Model):
     )
 
     required: NodeLabel | None = None
-    """Node label of a level of Kueue's Topology, such as a rack's. All pods of the role get nodes
-    with the same value of it; the run waits until there is room."""
+    """Node label of a level of Kueue's Topology, such as a rack's: all pods of the role get nodes
+    with the same value, or the run waits."""
     preferred: NodeLabel | None = None
-    """The same label, but if no value has room, the pods get nodes of a higher level, or of
-    several."""
+    """The same, but without room for all, the pods get nodes of several values."""
 
 
 class WorkerRole(PodRole):

@@ -691,9 +691,8 @@ ONE_NODE_RULES = (
     ),
     Rule(
         f"!{_ONE_NODE_CLAIM} || {_without_topology(_SAVING_WORKERS)}",
-        "ReadWriteOnce allows one node, which Kueue does not know: leave topology out in roles "
-        "trainer, reference and critic, or set checkpoint.volumeClaim.accessMode: ReadWriteMany, "
-        "or checkpoint.uri to object storage",
+        "ReadWriteOnce allows one node, which Kueue does not know: leave topology of trainer, "
+        "reference and critic out, or set accessMode: ReadWriteMany, or use object storage",
         ".checkpoint.volumeClaim.accessMode",
         lambda s: not _claims_one_node(s) or not s.roles.savers_have_topology,
         on_cluster=True,
@@ -851,8 +850,7 @@ class AgenticRunSpec(Model):
         ),
         Rule(
             f"has(self.queue) || {_without_topology(_WORKERS)}",
-            "topology is for Kueue, which places the pods of runs with a queue: set queue, or use "
-            "affinity",
+            "topology is for Kueue: set queue, or use affinity instead",
             ".roles",
             lambda s: s.queue is not None or not any(map(s.roles.topology, _WORKERS)),
         ),

@@ -34,7 +34,7 @@ API = {"apiVersion": f"{workloads.KUEUE_GROUP}/{workloads.KUEUE_VERSION}"}
 WORKLOADS = f"workloads.{workloads.KUEUE_GROUP}"
 QUOTA = {"cpu": "1", "memory": "20Gi", "ephemeral-storage": "10Gi"}
 """Room for one run: its four pods ask for 0.7 CPUs."""
-WAITS = re.compile("queue research, position 1: .*insufficient unused quota")
+POSITION = re.compile(r"queue research, position (\d+): ")
 STEPS = 14
 PREEMPT_AFTER = 4
 """The step after which a run with a higher priority comes."""
@@ -206,9 +206,9 @@ def test_a_preempted_run_ends_as_if_nothing_had_happened(
         steady.wait(lambda seen: seen.phase in ("Starting", "Running"), 120, "it has quota")
         runs.apply(*a_run("later"))
         later.wait(
-            lambda seen: bool(WAITS.match(seen.status.get("message", ""))),
+            lambda seen: "insufficient unused quota" in seen.status.get("message", ""),
             120,
-            "it waits with its position and the words of Kueue",
+            "it waits with the words of Kueue",
         )
         steady.wait(lambda seen: seen.step >= PREEMPT_AFTER, 600, "it trains")
         runs.apply(*a_run("urgent", 3, priorityClass="urgent"))
@@ -224,6 +224,10 @@ def test_a_preempted_run_ends_as_if_nothing_had_happened(
         assert later.history[-1].phase == "Queued"
         end(steady, what="it resumes and ends")
         end(later, what="it is admitted at last and ends")
+    words = [seen.status.get("message", "") for seen in later.history]
+    places = [found[1] for text in words if (found := POSITION.match(text))]
+    assert places, "Kueue says its position"
+    assert {"1"} <= set(places) <= {"1", "2"}
     final = steady.history[-1].status
     steps = [seen.step for seen in steady.history]
     assert steps == sorted(steps), "no step is made twice"

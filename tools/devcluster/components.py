@@ -6,6 +6,7 @@ Pure: settings and paths in, process specifications out.
 from pathlib import Path
 
 from devcluster import configs
+from devcluster.pki import FRONT_PROXY
 from devcluster.processes import ProcessSpec
 from devcluster.settings import Settings
 
@@ -55,6 +56,13 @@ class Components:
             "kubelet-client-key": pki / "apiserver-kubelet.key",
             "kubelet-certificate-authority": pki / "ca.crt",
             "kubelet-preferred-address-types": "InternalIP",
+            "requestheader-client-ca-file": pki / f"{FRONT_PROXY}.crt",
+            "requestheader-allowed-names": FRONT_PROXY,
+            "requestheader-username-headers": "X-Remote-User",
+            "requestheader-group-headers": "X-Remote-Group",
+            "requestheader-extra-headers-prefix": "X-Remote-Extra-",
+            "proxy-client-cert-file": pki / "front-proxy-client.crt",
+            "proxy-client-key-file": pki / "front-proxy-client.key",
             "authorization-mode": "Node,RBAC",
             "enable-admission-plugins": "NodeRestriction",
             "allow-privileged": "true",

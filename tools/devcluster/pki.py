@@ -1,4 +1,4 @@
-"""The certificate authority of the cluster, its certificates and kubeconfigs, made with openssl."""
+"""The authorities of the cluster, its certificates and kubeconfigs, made with openssl."""
 
 import base64
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +10,9 @@ from devcluster.shell import run, write_if_changed
 
 _DAYS = "3650"
 _DONE = ".complete"
+FRONT_PROXY = "front-proxy"
+"""Name of the authority by which the apiserver proves to aggregated APIs that it asks for a user.
+It needs one of its own: a client with a certificate of it is taken for a proxy."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Certificate:
     subject: str
     usages: str = "clientAuth"
     alternative_names: str = ""
+    authority: str = "ca"
 
 
 def certificates(settings: Settings) -> list[Certificate]:
@@ -56,6 +60,7 @@ def certificates(settings: Settings) -> list[Certificate]:
         Certificate("kube-proxy", "/CN=system:kube-proxy"),
         Certificate("coredns", "/CN=system:coredns"),
         Certificate("volumes", "/CN=agenticrun:volume-provisioner"),
+        Certificate("front-proxy-client", f"/CN={FRONT_PROXY}", authority=FRONT_PROXY),
     ]
 
 
@@ -94,24 +99,11 @@ def create(settings: Settings) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    _key(folder / "ca.key")
-    subject = f"/CN={settings.name}-ca"
-    run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-new",
-            "-key",
-            folder / "ca.key",
-            "-subj",
-            subject,
-            "-days",
-            _DAYS,
-            "-out",
-            folder / "ca.crt",
-        ]
-    )
+    for authority in ("ca", FRONT_PROXY):
+        key, subject = folder / f"{authority}.key", f"/CN={settings.name}-{authority}"
+        _key(key)
+        signed = ["-days", _DAYS, "-out", folder / f"{authority}.crt"]
+        run(["openssl", "req", "-x509", "-new", "-key", key, "-subj", subject, *signed])
     _key(folder / "service-accounts.key")
     run(
         [
@@ -166,7 +158,8 @@ def _issue(settings: Settings, certificate: Certificate) -> None:
         "-set_serial",
         serial,
     ]
-    run([*signing, "-extfile", extensions, "-CA", folder / "ca.crt", "-CAkey", folder / "ca.key"])
+    signer = folder / f"{certificate.authority}.crt"
+    run([*signing, "-extfile", extensions, "-CA", signer, "-CAkey", signer.with_suffix(".key")])
     request.unlink()
     extensions.unlink()
     authority = (folder / "ca.crt").read_bytes()

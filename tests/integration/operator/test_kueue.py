@@ -22,7 +22,7 @@ import pytest
 
 from agenticrun_api import Role
 from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN
-from agenticrun_api.placement import HOSTNAME
+from agenticrun_api.placement import ARCHITECTURE, HOSTNAME
 from agenticrun_operator.cluster import KubeClient, connect
 from agenticrun_operator.cluster.kube import object_path
 from agenticrun_operator.resources import Manifest, workloads
@@ -138,7 +138,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def add_node(cluster: Cluster, name: str, labels: dict[str, str]) -> None:
     """Create a node with a GPU, as a kubelet does that is ready."""
-    labels = labels | {HOSTNAME: name}
+    labels = labels | {HOSTNAME: name, ARCHITECTURE: "amd64"}
     cluster.apply(
         {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
     )
