@@ -102,7 +102,7 @@ def create(settings: Settings) -> None:
     for authority in ("ca", FRONT_PROXY):
         key, subject = folder / f"{authority}.key", f"/CN={settings.name}-{authority}"
         _key(key)
-        signed = ["-days", _DAYS, "-out", folder / f"{authority}.crt"]
+        signed: list[str | Path] = ["-days", _DAYS, "-out", folder / f"{authority}.crt"]
         run(["openssl", "req", "-x509", "-new", "-key", key, "-subj", subject, *signed])
     _key(folder / "service-accounts.key")
     run(
