@@ -322,7 +322,7 @@ NodeLabel = Annotated[str, Field(min_length=1, max_length=316)]
 
 
 class Topology(Model):
-    """How close Kueue places a role's pods (docs/queues.md)."""
+    """Nodes close to each other, which Kueue gives the pods of a role (docs/queues.md)."""
 
     RULES = (
         Rule(
