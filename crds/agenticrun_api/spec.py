@@ -694,7 +694,8 @@ ONE_NODE_RULES = (
         "ReadWriteOnce allows one node, which Kueue does not know: leave topology of trainer, "
         "reference and critic out, or set accessMode: ReadWriteMany, or use object storage",
         ".checkpoint.volumeClaim.accessMode",
-        lambda s: not _claims_one_node(s) or not s.roles.savers_have_topology,
+        # Stricter than in CEL, so that no topology is left out without a word.
+        lambda s: not s.claims_one_node or not s.roles.savers_have_topology,
         on_cluster=True,
     ),
 )

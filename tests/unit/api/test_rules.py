@@ -46,6 +46,20 @@ def test_the_rule_accepts_its_good_side(case: RuleCase) -> None:
     parse_run(run_with(*case.accepted))
 
 
+def test_a_topology_is_refused_where_cel_cannot_see_that_a_claim_of_one_node_is_made() -> None:
+    """CEL does not read where the driver's own volumes are mounted."""
+    mounts = [{"name": "data", "mountPath": "/data"}]
+    changes = (
+        ("spec.queue", {"name": "gpus"}),
+        ("spec.roles.driver", {"volumeMounts": mounts}),
+        ("spec.roles.trainer", {"topology": {"required": "rack"}}),
+        ("spec.checkpoint.uri", "/checkpoints"),
+    )
+    with pytest.raises(InvalidRun, match="which Kueue does not know"):
+        parse_run(run_with(*changes))
+    parse_run(run_with(*changes, ("spec.checkpoint.uri", "s3://bucket/prefix")))
+
+
 @given(groups=st.integers(1, 40), partition=st.lists(st.integers(0, 40), min_size=1, max_size=5))
 def test_a_partition_is_accepted_exactly_when_it_adds_up(groups: int, partition: list[int]) -> None:
     tags = [f"Env{i}" for i in range(len(partition))]

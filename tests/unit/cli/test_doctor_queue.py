@@ -219,6 +219,16 @@ def test_min_replicas_are_what_the_queue_must_have() -> None:
     assert quota(fewer, a_cluster_queue()).verdict is Verdict.OK
 
 
+def test_a_role_with_a_topology_needs_a_flavor_with_one() -> None:
+    run = a_run(inference={"replicas": 2, "topology": {"required": "rack"}})
+    found = quota(run, a_cluster_queue())
+    assert found.verdict is Verdict.FAILED
+    assert "no ResourceFlavor of ClusterQueue gpus has a Topology, which inference" in found.found
+    racks = named("a100", spec={"topologyName": "racks"})
+    found = queue_has_quota(run, LOCAL, [a_cluster_queue()], racks, "{}")
+    assert found.verdict is Verdict.OK
+
+
 def test_quota_that_others_hold_is_a_warning() -> None:
     cluster = a_cluster_queue()
     held = {"name": "a100", "resources": [{"name": GPU, "total": "8"}]}

@@ -243,7 +243,16 @@ def queue_has_quota(
                 "for",
                 f"its administrator adds {', '.join(lacking)} to spec.resourceGroups{unless}",
             )
-    known = {item["metadata"]["name"] for item in flavors}
+    known = {item["metadata"]["name"]: item.get("spec") or {} for item in flavors}
+    usable = [known.get(item["name"], {}) for group in groups for item in group["flavors"]]
+    close = next((role for role in run.spec.roles.workers if run.spec.roles.topology(role)), None)
+    if close and not any("topologyName" in flavor for flavor in usable):
+        return failed(
+            f"no ResourceFlavor of ClusterQueue {name} has a Topology, which {close.value} pods "
+            "ask for",
+            f"leave spec.roles.{close.value}.topology out, or an administrator sets topologyName "
+            "of a ResourceFlavor",
+        )
     used, short = _reserved(cluster), ""
     for group in groups:
         names = [item["name"] for item in group["flavors"]]
