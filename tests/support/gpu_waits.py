@@ -31,9 +31,9 @@ class GpuWait(Exception):
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation that runs, after composite functions are taken apart."""
 
-    def __init__(self, pinned: list[Tensor], largest: int) -> None:
+    def __init__(self, called: FakeGpu, largest: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._pinned, self._largest = pinned, largest
+        self._called, self._largest = called, largest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -47,6 +47,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             target = given.get("device") or args[0].device
             self._check_copy(func, args[0], target, waits=not given.get("non_blocking"))
         result = func(*args, **given)
+        self._called.launches += _launches(func, [*tensors, *tree_leaves(result)])
         for each in tree_leaves(result):
             if isinstance(each, Tensor) and each.device.type == "cuda" and each.itemsize == 8:
                 assert each.numel() < self._largest, f"{func}: {each.dtype} {tuple(each.shape)}"
@@ -60,12 +61,22 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise GpuWait(f"{func} reads values of a tensor on the GPU")
 
     def _check_copy(self, func: Any, source: Tensor, target: torch.device, *, waits: bool) -> None:
-        pinned = any(source is each for each in self._pinned)
+        pinned = any(source is each for each in self._called.pinned)
         if source.device.type != target.type and (waits or not pinned):
             raise GpuWait(
                 f"{func} copies {tuple(source.shape)} from {source.device} to {target}, "
                 f"{'blocking' if waits else 'in memory that is not pinned'}"
             )
+
+
+def _launches(func: Any, tensors: list[Any]) -> int:
+    """Return the number of kernels and copies that an operation launches on the GPU."""
+    on_gpu = [each for each in tensors if isinstance(each, Tensor) and each.device.type == "cuda"]
+    if not on_gpu or func.is_view or func.namespace == "prim" or "empty" in func.name():
+        return 0
+    # A cumulative sum of another type casts first.
+    casts = func.name().startswith("aten::cumsum") and len({each.dtype for each in on_gpu}) > 1
+    return 2 if casts else 1
 
 
 class FakeGpu(TorchFunctionMode):
@@ -76,6 +87,8 @@ class FakeGpu(TorchFunctionMode):
         self.pinned: list[Tensor] = []
         self.lists: list[tuple[int, ...]] = []
         """Shapes of the tensors on the GPU that were copied into lists."""
+        self.launches = 0
+        """Kernels and copies so far, by the operations that launch them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.pin_memory:
@@ -102,10 +115,13 @@ def fake_gpu(largest: int, mode: FakeTensorMode | None = None) -> Iterator[FakeG
         values: list[Any] = np.zeros(tensor.shape).tolist()
         return values
 
+    # The launch of a kernel that NVRTC compiles needs real tensors. Its result is of their type.
+    one_kernel = patch.object(torch.cuda.jiterator, "_create_jit_fn", lambda _: torch.add)
     with (
         patch.object(FakeTensor, "tolist", tolist),
+        one_kernel,
         mode or FakeTensorMode(),
-        _Operations(called.pinned, largest),
+        _Operations(called, largest),
         called,
     ):
         yield called

@@ -31,7 +31,11 @@ from agenticrun_workers.inference.transformers.caches import (
 )
 from agenticrun_workers.types import GenerationRequest, SamplingParams
 from gpu_waits import CUDA, GpuWait, fake_gpu
+from sampling_definition import sample as defined_sample
+from sampling_definition import uniform
 
+LAUNCHES = 30
+"""Most launches of a token: 0.5 ms (gpu-check), at 16.5 us each, as 78 took 1.29 ms on one H200."""
 ROWS, VOCABULARY = 4, 5000
 FULL = ROWS * VOCABULARY
 NOTHING: Any = None
@@ -87,10 +91,10 @@ class SglangBatch:
     @classmethod
     def from_schedule_batch(cls, batch: Any, vocab_size: int) -> SglangBatch:
         def column(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-            return on_device([value] * len(batch.reqs), dtype, CUDA)
+            return on_device([value] * len(batch.reqs), dtype, torch.device(batch.device))
 
         ks = column(50, torch.int32)
-        return cls(column(0.7)[:, None], column(0.9), ks, column(0.1), "cuda:0")
+        return cls(column(0.7)[:, None], column(0.9), ks, column(0.1), batch.device)
 
     def filter_batch(self, keep_indices: list[int], keep_indices_device: Tensor) -> None:
         for name in ("temperatures", "top_ps", "top_ks", "min_ps"):
@@ -101,16 +105,17 @@ class SglangBatch:
             setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
 
 
-def sglang_batch() -> SimpleNamespace:
+def sglang_batch(device: str) -> SimpleNamespace:
     own = {"seed": 2**63 - 1, "sampled": 2, "record_temperature": 1.0}
     return SimpleNamespace(
+        device=device,
         reqs=[
             SimpleNamespace(
                 origin_input_ids=[1] * (5 + row),
                 sampling_params=SimpleNamespace(temperature=0.7, custom_params=own),
             )
             for row in range(ROWS)
-        ]
+        ],
     )
 
 
@@ -119,8 +124,9 @@ def sglang_batch() -> SimpleNamespace:
 def test_sglangs_plug_in(simple: bool) -> None:
     plugin: Any = importlib.import_module("agenticrun_sglang.sampler")
     with fake_gpu(FULL) as gpu:
-        info = plugin.RequestBatch.from_schedule_batch(sglang_batch(), VOCABULARY)
-        info.merge_batch(plugin.RequestBatch.from_schedule_batch(sglang_batch(), VOCABULARY))
+        info = plugin.RequestBatch.from_schedule_batch(sglang_batch("cuda:0"), VOCABULARY)
+        other = plugin.RequestBatch.from_schedule_batch(sglang_batch("cuda:0"), VOCABULARY)
+        info.merge_batch(other)
         rows = list(range(0, 2 * ROWS, 2))
         info.filter_batch(rows, on_device(rows, torch.int64, CUDA))
         logits = SimpleNamespace(next_token_logits=torch.rand(ROWS, VOCABULARY, device=CUDA))
@@ -129,11 +135,28 @@ def test_sglangs_plug_in(simple: bool) -> None:
             assert options["logprob_logits"].device == CUDA
             probs = output.next_token_logits.softmax(-1)
             positions = torch.arange(ROWS, device=CUDA)
-            return plugin.sample_from_probs(None, probs, info, positions, simple)
+            before = gpu.launches
+            result = plugin.sample_from_probs(None, probs, info, positions, simple)
+            assert not simple or gpu.launches - before <= LAUNCHES
+            return result
 
         tokens, _ = plugin.forward(sample, None, logits, info, True)
     assert (tokens.shape, tokens.dtype, tokens.device) == ((ROWS,), torch.int32, CUDA)
     assert not gpu.lists
+
+
+@pytest.mark.usefixtures("servers")
+def test_sglangs_plug_in_counts_positions_from_the_first_token_of_the_response() -> None:
+    plugin: Any = importlib.import_module("agenticrun_sglang.sampler")
+    info = plugin.RequestBatch.from_schedule_batch(sglang_batch("cpu"), VOCABULARY)
+    info.merge_batch(plugin.RequestBatch.from_schedule_batch(sglang_batch("cpu"), VOCABULARY))
+    info.filter_batch([5, 2], torch.tensor([5, 2]))
+    weights_BV = torch.rand(2, VOCABULARY).softmax(-1)
+    # Two tokens of each response were sampled elsewhere; prompts end at positions 5 and 6.
+    found, _ = plugin.sample_from_probs(None, weights_BV, info, torch.tensor([5, 9]), simple=True)
+    numbers_B = [uniform(2**63 - 1, index) for index in (2, 5)]
+    expected = defined_sample(weights_BV, torch.tensor(numbers_B, dtype=torch.float64))
+    assert found.tolist() == expected.tolist()
 
 
 class MinP:
@@ -150,6 +173,8 @@ class VllmSampler:
         return logits.argmax(-1)
 
     def apply_temperature(self, logits: Tensor, temperature: Tensor, all_random: bool) -> Tensor:
+        if not all_random:
+            temperature = temperature.where(temperature > 0, 1)
         return logits.div_(temperature[:, None])
 
 
@@ -188,9 +213,47 @@ def test_vllms_plug_in(cut: bool) -> None:
             tokens, logprobs = sampler.sample(logits, metadata)
             for row in outputs:
                 row.append(1)
+        before = gpu.launches
+        plugin.sample(logits, arguments.uniforms())
+        assert gpu.launches - before <= LAUNCHES
     assert (tokens.shape, logprobs.shape) == ((ROWS,), (ROWS, VOCABULARY))
     assert tokens.device == logprobs.device == CUDA
     assert not gpu.lists
+
+
+@pytest.mark.usefixtures("servers")
+@pytest.mark.parametrize("record", [None, 0.7, 1.0])
+@pytest.mark.parametrize("temperatures", [(0.7, 1.3, 1.0), (0.7, 0.0, 1.3), (0.0, 0.0, 0.0)])
+def test_vllms_plug_in_returns_tokens_and_log_probs_of_the_definition(
+    record: float | None, temperatures: tuple[float, ...]
+) -> None:
+    """Bit for bit, also where one division by the temperature serves both."""
+    plugin: Any = importlib.import_module("agenticrun_vllm.sampler")
+    own = {"seed": 9, "sampled": 2} | ({} if record is None else {"record_temperature": record})
+    rows = [SimpleNamespace(temperature=t, min_p=0.0, extra_args=own) for t in temperatures]
+    arguments = plugin.RequestArguments(None, torch.device("cpu"), False)
+    arguments.update_state(
+        SimpleNamespace(
+            batch_size=3, added=[(row, params, [1] * row) for row, params in enumerate(rows)]
+        )
+    )
+    applied_B = torch.tensor(temperatures)
+    metadata = SimpleNamespace(
+        logitsprocs=SimpleNamespace(all=[arguments], argmax_invariant=[arguments]),
+        all_greedy=not any(temperatures),
+        all_random=all(temperatures),
+        temperature=applied_B if any(temperatures) else None,
+        top_k=None,
+        top_p=None,
+    )
+    logits_BV = 4 * torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    tokens_B, logprobs_BV = plugin.RequestSampler().sample(logits_BV.clone(), metadata)
+    scaled_BV = logits_BV / applied_B.where(applied_B > 0, 1)[:, None]
+    recorded_BV = scaled_BV if record is None else logits_BV / torch.tensor(record)
+    assert torch.equal(logprobs_BV, recorded_BV.log_softmax(-1))
+    numbers_B = torch.tensor([uniform(9, 2 + row) for row in range(3)], dtype=torch.float64)
+    sampled_B = defined_sample(scaled_BV.softmax(-1), numbers_B)
+    assert torch.equal(tokens_B, sampled_B.where(applied_B > 0, logits_BV.argmax(-1)))
 
 
 def running(row: int, cache: SlotCache, **sampling: Any) -> RunningRequest:

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from agenticrun_workers.inference.server_path.agenticrun_sampling import (
     BLOCK,
+    MOST,
     sample,
-    seeds_on_device,
+    streams,
     truncate,
     uniforms,
+    uniforms_on_device,
 )
 from agenticrun_workers.inference.transformers.caches import sample_tokens
 from agenticrun_workers.types import SamplingParams
+from sampling_definition import sample as defined_sample
+from sampling_definition import truncate as defined_truncate
+from sampling_definition import uniform
 
 CPU = torch.device("cpu")
 
 
+def numbers(seeds: Sequence[int], indices: Sequence[int]) -> torch.Tensor:
+    return uniforms_on_device(streams(seeds, [0] * len(seeds)), indices, CPU)
+
+
 def draw(logits: torch.Tensor, params: SamplingParams, count: int = 20_000) -> np.ndarray:
-    u = uniforms(torch.full((count,), 3), torch.arange(count))
+    u = numbers([3] * count, range(count))
     tokens, _ = sample_tokens(logits.expand(count, -1), [params] * count, u)
     return np.bincount(tokens.numpy(), minlength=logits.shape[-1]) / count
 
@@ -135,7 +145,7 @@ def test_a_row_is_sampled_the_same_whatever_its_neighbours_are() -> None:
         SamplingParams(1, t, p, k)
         for t, p, k in [(1, 1, 0), (0, 1, 0), (0.7, 0.5, 0), (1, 1, 3), (2, 1, 0), (1, 0.9, 5)]
     ]
-    u = uniforms(torch.arange(6), torch.arange(6))
+    u = numbers(range(6), range(6))
     together = sample_tokens(logits, params, u)[0].tolist()
     alone = [
         sample_tokens(logits[i : i + 1], params[i : i + 1], u[i : i + 1])[0].item()
@@ -146,7 +156,7 @@ def test_a_row_is_sampled_the_same_whatever_its_neighbours_are() -> None:
 
 def test_uniforms_are_uniform_and_unrelated_between_neighbouring_seeds_and_indices() -> None:
     seeds, indices = torch.meshgrid(torch.arange(300), torch.arange(300), indexing="xy")
-    u = uniforms(seeds.ravel(), indices.ravel()).reshape(300, 300).numpy()
+    u = numbers(seeds.ravel().tolist(), indices.ravel().tolist()).reshape(300, 300).numpy()
     assert u.min() >= 0
     assert u.max() < 1
     counts = np.histogram(u, bins=20, range=(0, 1))[0]
@@ -155,24 +165,25 @@ def test_uniforms_are_uniform_and_unrelated_between_neighbouring_seeds_and_indic
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.02
 
 
-def test_uniforms_are_those_of_splitmix64() -> None:
-    """The numbers of `java.util.SplittableRandom`, and of seeds beyond the range of int64."""
-    mask = 2**64 - 1
-
-    def mix(state: int) -> int:
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & mask
-        return state ^ state >> 31
-
-    gamma = 0x9E3779B97F4A7C15
-    cases = [(0, 0), (1, 0), (2**63 - 1, 7), (2**63, 2**31), (2**64 - 1, 123_456)]
-    expected = [
-        (mix(mix(seed + gamma & mask) + (index + 1) * gamma & mask) >> 11) * 2.0**-53
-        for seed, index in cases
-    ]
-    seeds, indices = zip(*cases, strict=True)
-    found = uniforms(seeds_on_device(seeds, CPU), torch.tensor(indices))
-    assert found.tolist() == expected
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**20), st.integers(-(2**20), 2**20)),
+        min_size=1,
+        max_size=5,
+    )
+)
+@example([(0, 0, 0), (1, 0, 5), (2**63 - 1, 7, 0), (2**63, 2**31, -3), (2**64 - 1, 123_456, 9)])
+def test_uniforms_are_those_of_splitmix64_on_the_host_and_on_a_device(
+    requests: list[tuple[int, int, int]],
+) -> None:
+    seeds, _, starts = zip(*requests, strict=True)
+    expected = [uniform(seed, index) for seed, index, _ in requests]
+    streams_B = streams(seeds, starts)
+    counted = [index + start for _, index, start in requests]
+    assert uniforms_on_device(streams_B, counted, CPU).tolist() == expected
+    found_B = uniforms(torch.from_numpy(streams_B), torch.tensor(counted))
+    assert (found_B.dtype, found_B.tolist()) == (torch.float64, expected)
 
 
 def sums_of_the_whole_vocabulary(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> list[int]:
@@ -188,7 +199,7 @@ def test_tokens_are_those_of_one_sum_in_float64_over_the_vocabulary(vocabulary: 
     logits_BV = 3 * torch.randn(200, vocabulary, generator=generator)
     logits_BV[:, ::3] = -torch.inf
     weights_BV = logits_BV.softmax(-1)
-    uniforms_B = uniforms(torch.arange(200), torch.arange(200))
+    uniforms_B = numbers(range(200), range(200))
     assert sample(weights_BV, uniforms_B).tolist() == sums_of_the_whole_vocabulary(
         weights_BV, uniforms_B
     )
@@ -198,7 +209,7 @@ def test_a_token_without_weight_is_never_sampled() -> None:
     """Also where rounding takes the largest random number to the sum of all weights."""
     weights_BV = torch.zeros(3, 3 * BLOCK)
     weights_BV[0, BLOCK + 5] = weights_BV[1, 7] = weights_BV[2, -1] = 0.1
-    for u in (0.0, 0.5, 1 - 2.0**-53):
+    for u in (0.0, 0.5, MOST):
         tokens = sample(weights_BV, torch.full((3,), u, dtype=torch.float64))
         assert tokens.tolist() == [BLOCK + 5, 7, 3 * BLOCK - 1]
 
@@ -239,3 +250,78 @@ def test_of_equal_weights_the_first_count_as_the_more_likely_ones(
         torch.tensor([min_p]),
     )
     assert found[0].tolist() == expected
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> torch.Tensor:
+    """Weights of all kinds: rounded, equal, 0, tiny, alone; vocabularies around whole blocks."""
+    rows = draw(st.integers(1, 4))
+    vocabulary = draw(
+        st.sampled_from([1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 5])
+    )
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    logits_BV = draw(st.sampled_from([0.0, 0.5, 4.0, 40.0])) * torch.randn(
+        rows, vocabulary + 3, generator=generator
+    )
+    if draw(st.booleans()):
+        logits_BV = logits_BV.bfloat16().float()
+    without = torch.rand(logits_BV.shape, generator=generator) < draw(st.sampled_from([0, 0.5, 1]))
+    without[:, draw(st.integers(0, vocabulary - 1))] = False
+    weights_BV = logits_BV.masked_fill(without, -torch.inf)[:, :vocabulary].softmax(-1)
+    scale = draw(st.sampled_from([1.0, 3.0, 1e-3]))
+    # Rows of a wider tensor are not contiguous.
+    return torch.nn.functional.pad(weights_BV * scale, (0, draw(st.integers(0, 1))))[:, :vocabulary]
+
+
+@settings(max_examples=200)
+@given(batches(), st.data())
+def test_tokens_are_bit_for_bit_those_of_the_definition(
+    weights_BV: torch.Tensor, data: st.DataObject
+) -> None:
+    """Random numbers on the boundary between two blocks or two tokens too."""
+    sums_BV = weights_BV.double().cumsum(-1)
+    shares = sums_BV[:, : data.draw(st.integers(1, sums_BV.shape[1]))][:, -1] / sums_BV[:, -1]
+    steps = data.draw(st.sampled_from([-1, 0, 1]))
+    boundary_B = (shares.view(torch.int64) + steps).view(torch.float64)
+    free_B = torch.tensor(
+        data.draw(
+            st.lists(
+                st.floats(0, MOST) | st.sampled_from([0.0, MOST]),
+                min_size=len(weights_BV),
+                max_size=len(weights_BV),
+            )
+        ),
+        dtype=torch.float64,
+    )
+    for uniforms_B in (free_B, boundary_B.nan_to_num(0.0).clamp(0, MOST)):
+        assert torch.equal(sample(weights_BV, uniforms_B), defined_sample(weights_BV, uniforms_B))
+
+
+@settings(max_examples=200)
+@given(batches(), st.data())
+def test_truncated_weights_are_bit_for_bit_those_of_the_definition(
+    weights_BV: torch.Tensor, data: st.DataObject
+) -> None:
+    rows, vocabulary = weights_BV.shape
+
+    def column(values: st.SearchStrategy[float], dtype: torch.dtype) -> torch.Tensor | None:
+        if data.draw(st.booleans()):
+            return None
+        return torch.tensor(data.draw(st.lists(values, min_size=rows, max_size=rows)), dtype=dtype)
+
+    cuts = (
+        column(st.integers(1, vocabulary + 1) | st.just(2**30), torch.int32),
+        column(st.floats(0.001, 1) | st.just(1.0), torch.float32),
+        column(st.floats(0, 1), torch.float32),
+    )
+    found = truncate(weights_BV, *cuts)
+    assert torch.equal(found, defined_truncate(weights_BV, *cuts))
+
+
+@pytest.mark.parametrize("vocabulary", [5, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_rows_without_a_sum_get_the_token_of_the_definition(vocabulary: int) -> None:
+    weights_BV = torch.rand(4, vocabulary).softmax(-1)
+    weights_BV[0], weights_BV[1, 0], weights_BV[2, -1] = torch.nan, torch.nan, torch.nan
+    weights_BV[3] = 0
+    uniforms_B = torch.full((4,), 0.5, dtype=torch.float64)
+    assert torch.equal(sample(weights_BV, uniforms_B), defined_sample(weights_BV, uniforms_B))

@@ -7,9 +7,16 @@ import platform
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from agenticrun_workers.gpu_check.stages import Bench
-from agenticrun_workers.inference.server_path.agenticrun_sampling import sample, truncate, uniforms
+from agenticrun_workers.inference.server_path.agenticrun_sampling import (
+    sample,
+    streams,
+    truncate,
+    uniforms,
+    uniforms_on_device,
+)
 
 SHM = Path("/dev/shm")
 
@@ -68,23 +75,36 @@ def samplers(bench: Bench) -> None:
     # As the logits of a model in bfloat16, with many equal ones.
     logits = (4 * torch.randn(rows, vocabulary, generator=generator)).bfloat16().float()
     weights = logits.softmax(-1)
-    seeds, indices = torch.arange(rows) * 7919, torch.arange(rows)
+    streams_B = streams([7919 * row for row in range(rows)], [0] * rows)
+    indices = range(rows)
     cuts = (torch.full((rows,), 50), torch.full((rows,), 0.9), torch.full((rows,), 0.01))
-    weights_d, seeds_d, indices_d = (each.to(bench.device) for each in (weights, seeds, indices))
+    weights_d, streams_d, indices_d = (
+        each.to(bench.device)
+        for each in (weights, torch.from_numpy(streams_B), torch.tensor(indices))
+    )
     cuts_d = [each.to(bench.device) for each in cuts]
+
+    def numbers_of_device() -> Tensor:
+        """As for SGLang, which keeps positions on the GPU."""
+        return uniforms(streams_d, indices_d)
+
+    def numbers_of_host() -> Tensor:
+        """As for vLLM and the embedded engine."""
+        return uniforms_on_device(streams_B, indices, bench.device)
+
     bench.wait()
     if bench.gpu:
         torch.cuda.set_sync_debug_mode("error")
     try:
-        plain = sample(weights_d, uniforms(seeds_d, indices_d))
-        cut = sample(truncate(weights_d, *cuts_d), uniforms(seeds_d, indices_d))
+        plain = sample(weights_d, numbers_of_host())
+        cut = sample(truncate(weights_d, *cuts_d), numbers_of_device())
     finally:
         if bench.gpu:
             torch.cuda.set_sync_debug_mode("default")
-    numbers = uniforms(seeds, indices)
+    numbers = uniforms_on_device(streams_B, indices, torch.device("cpu"))
     bench.exact(
         "random numbers that differ from a CPU's",
-        int((uniforms(seeds_d, indices_d).cpu() != numbers).sum()),
+        int((numbers_of_device().cpu() != numbers).sum()),
         at_most=0,
     )
     # Another order of a sum may move a boundary between two tokens by 1e-7.
@@ -99,7 +119,9 @@ def samplers(bench: Bench) -> None:
         int((cut.cpu() != sample(truncate(weights, *cuts), numbers)).sum()),
         at_most=most,
     )
-    taken = bench.seconds(lambda: sample(weights_d, uniforms(seeds_d, indices_d)), 20)
-    bench.measure(f"sample {rows} tokens of {vocabulary}", taken * 1e3, "ms", at_most=0.5)
+    for where, made in (("GPU", numbers_of_device), ("host", numbers_of_host)):
+        taken = bench.seconds(lambda made=made: sample(weights_d, made()), 20)  # type: ignore[misc]
+        name = f"sample {rows} tokens of {vocabulary}, random numbers of the {where}"
+        bench.measure(name, taken * 1e3, "ms", at_most=0.5)
     taken = bench.seconds(lambda: truncate(weights_d, *cuts_d), 5)
     bench.measure(f"top_k, top_p and min_p of {rows} rows", taken * 1e3, "ms")

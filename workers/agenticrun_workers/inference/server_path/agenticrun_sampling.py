@@ -7,8 +7,12 @@ none makes a tensor of 8 bytes per token of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
@@ -20,7 +24,12 @@ FLOAT_BITS = 31
 """Bits of a float32 without its sign."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-"""Factors of splitmix64. Signed integers of tensors wrap exactly as unsigned ones."""
+"""Factors of splitmix64. Signed integers of arrays and tensors wrap exactly as unsigned ones."""
+_UNIT = 2.0**-53
+MOST = 1 - _UNIT
+"""The largest float64 below 1."""
+
+_Integers = TypeVar("_Integers", npt.NDArray[np.int64], Tensor)
 
 
 def on_device(values: ArrayLike, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -31,25 +40,48 @@ def on_device(values: ArrayLike, dtype: torch.dtype, device: torch.device) -> Te
     return on_host.to(device, non_blocking=True)
 
 
-def seeds_on_device(seeds: Sequence[int], device: torch.device) -> Tensor:
-    """Return the seeds, 0 to 2**64 - 1, as `uniforms` takes them: int64 [B]."""
-    return on_device([seed - (seed >> 63 << 64) for seed in seeds], torch.int64, device)
-
-
-def uniforms(seeds_B: Tensor, indices_B: Tensor) -> Tensor:
-    """Return a random number in [0, 1) for each seed and index of a token: splitmix64.
+def streams(seeds: Sequence[int], starts: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the state of splitmix64 from which the random numbers of each request follow.
 
     Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators".
 
     Args:
-        seeds_B: int64 [B].
-        indices_B: indices of the tokens in their responses, int64 [B].
+        seeds: of the requests, 0 to 2**64 - 1.
+        starts: the number that `uniforms` gets for the first token of each response.
+
+    Returns:
+        int64 [B].
+    """
+    state_B = _mix(np.array(seeds, np.uint64).view(np.int64) + _GAMMA)
+    return state_B + (1 - np.array(starts, np.int64)) * _GAMMA
+
+
+def uniforms(streams_B: Tensor, numbers_B: Tensor) -> Tensor:
+    """Return a random number in [0, 1) for a token of each request.
+
+    Where the host knows the numbers, `uniforms_on_device` is faster.
+
+    Args:
+        streams_B: `streams`, int64 [B].
+        numbers_B: numbers of the tokens, counted from the request's `starts`, int64 [B].
 
     Returns:
         float64 [B].
     """
-    mixed_B = _mix(_mix(seeds_B + _GAMMA) + (indices_B + 1) * _GAMMA)
-    return _shift(mixed_B, 11).double() * 2.0**-53
+    if streams_B.is_cuda:
+        bits_B = _kernel()(streams_B, numbers_B)
+    else:
+        bits_B = _shift(_mix(streams_B + numbers_B * _GAMMA), 11)
+    # The product is float64 at once, because the factor is a tensor of that type.
+    return bits_B * torch.scalar_tensor(_UNIT, dtype=torch.float64)
+
+
+def uniforms_on_device(
+    streams_B: npt.NDArray[np.int64], numbers: Sequence[int], device: torch.device
+) -> Tensor:
+    """Return what `uniforms` returns, computed by the host: one copy and no kernel."""
+    state_B = streams_B + np.array(numbers, np.int64) * _GAMMA
+    return on_device(_shift(_mix(state_B), 11) * _UNIT, torch.float64, device)
 
 
 def sample(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
@@ -59,28 +91,44 @@ def sample(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     sums are in float64. The weight of a block is a sum in float32, so the probability of a token is
     wrong by about 1e-7 of it, as the float32 probabilities themselves are.
 
+    A GPU ends most kernels before the host has launched the next one, so their number decides the
+    time (bounded in tests/unit/inference/test_samplers_never_wait.py).
+
     Args:
         weights_BV: probabilities, or multiples of them, float32 [B, V]. Not all of a row are 0.
         uniforms_B: random numbers in [0, 1), float64 [B].
     """
-    vocabulary = weights_BV.shape[-1]
+    rows, vocabulary = weights_BV.shape
     blocks = vocabulary // BLOCK
     whole = blocks * BLOCK
-    blocks_BC = torch.cat(
-        [
-            weights_BV[:, :whole].reshape(len(weights_BV), blocks, BLOCK).sum(-1),
-            weights_BV[:, whole:].sum(-1, keepdim=True),
-        ],
-        dim=-1,
-    )
-    block_B1, shares_B1 = _pass(blocks_BC, uniforms_B[:, None])
+    columns = blocks + 2
+    # 0, the weights of the whole blocks, and that of the rest.
+    blocks_BC = weights_BV.new_zeros(rows, columns)
+    torch.sum(weights_BV[:, :whole].view(rows, blocks, BLOCK), -1, out=blocks_BC[:, 1:-1])
+    torch.sum(weights_BV[:, whole:], -1, out=blocks_BC[:, -1])
+    # With one element more at both ends, a view has the sums before and after each block in pairs.
+    flat = weights_BV.new_empty(rows * columns + 2, dtype=torch.float64)
+    sums_BC = flat[1:-1].view(rows, columns)
+    torch.cumsum(blocks_BC, -1, dtype=torch.float64, out=sums_BC)
+    pairs_BC2 = flat.as_strided((rows, columns + 1, 2), (columns, 1, 1))
+    # Below the total, also after rounding, because a random number is at most `MOST`.
+    passed_B1 = uniforms_B[:, None] * sums_BC[:, -1:]
+    after_B1 = torch.searchsorted(sums_BC, passed_B1, right=True)
+    sums_B12 = pairs_BC2.gather(1, after_B1[:, :, None].expand(-1, -1, 2))
+    before_B1, until_B1 = sums_B12.unbind(-1)
+    share_B1 = ((passed_B1 - before_B1) / (until_B1 - before_B1)).clamp_(max=MOST)
+
     width = min(BLOCK, vocabulary)
-    tokens_BW = block_B1 * BLOCK + torch.arange(width, device=weights_BV.device)
-    inside_BW = weights_BV.gather(-1, tokens_BW.clamp(max=vocabulary - 1))
-    inside_BW = inside_BW.where(tokens_BW < vocabulary, 0)
-    number_B1, _ = _pass(inside_BW, shares_B1)
+    offsets_W = torch.arange(-BLOCK, width - BLOCK, device=weights_BV.device)
+    tokens_BW = torch.add(offsets_W, after_B1, alpha=BLOCK)
     # A row of NaN passes nowhere. An index beyond the vocabulary would end the server.
-    return (block_B1 * BLOCK + number_B1)[:, 0].clamp(max=vocabulary - 1)
+    known_BW = tokens_BW.clamp(max=vocabulary - 1)
+    # As float64, the mask turns its product with the weights into float64.
+    mask_BW = torch.empty_like(tokens_BW, dtype=torch.float64)
+    torch.lt(tokens_BW, vocabulary, out=mask_BW)
+    sums_BW = mask_BW.mul_(weights_BV.gather(-1, known_BW)).cumsum(-1)
+    number_B1 = torch.searchsorted(sums_BW, share_B1 * sums_BW[:, -1:], right=True)
+    return known_BW.gather(-1, number_B1.clamp_(max=width - 1))[:, 0]
 
 
 def truncate(
@@ -121,54 +169,59 @@ def _most_likely(weights_BV: Tensor, top_k: Tensor | None, top_p: Tensor | None)
         mass_B1 = (top_p * totals_B).where(top_p < 1, torch.inf)[:, None]
 
     above_BV = torch.empty_like(weights_BV)
-
-    def room(weight_B1: Tensor) -> Tensor:
-        """Return how many tokens of this weight may stay, [B, 1]: none, or less, if it is low."""
-        torch.gt(weights_BV, weight_B1, out=above_BV)
-        counts = []
-        if top_k is not None:
-            counts.append(top_k[:, None] - above_BV.sum(-1, keepdim=True))
-        if top_p is not None:
-            left_B1 = mass_B1 - above_BV.mul_(weights_BV).sum(-1, keepdim=True)
-            counts.append((left_B1 / weight_B1).ceil())
-        return torch.stack(counts).amin(0)
-
-    # Floats of one sign have the order of their bits.
-    high_B1 = weights_BV.amax(-1, keepdim=True).view(torch.int32)
-    low_B1 = torch.zeros_like(high_B1)
+    # Floats of one sign have the order of their bits. A token of the weight `fits_B1` may stay,
+    # one of the weight `low_B1` may not.
+    fits_B1 = weights_BV.amax(-1, keepdim=True).view(torch.int32)
+    low_B1 = torch.full_like(fits_B1, -1)
     for _ in range(FLOAT_BITS):
-        middle_B1 = low_B1 + (high_B1 - low_B1) // 2
-        fits_B1 = room(middle_B1.view(torch.float32)) > 0
-        low_B1 = low_B1.where(fits_B1, middle_B1 + 1)
-        high_B1 = middle_B1.where(fits_B1, high_B1)
-    lowest_B1 = high_B1.view(torch.float32)
+        middle_B1 = fits_B1 - (fits_B1 - low_B1).bitwise_right_shift_(1)
+        torch.gt(weights_BV, middle_B1.view(torch.float32), out=above_BV)
+        conditions = []
+        if top_k is not None:
+            conditions.append(above_BV.sum(-1, keepdim=True) < top_k[:, None])
+        if top_p is not None:
+            conditions.append(above_BV.mul_(weights_BV).sum(-1, keepdim=True) < mass_B1)
+        may_stay_B1 = functools.reduce(torch.bitwise_and, conditions)
+        fits_B1 = middle_B1.where(may_stay_B1, fits_B1)
+        low_B1 = low_B1.where(may_stay_B1, middle_B1)
+    lowest_B1 = fits_B1.view(torch.float32)
+    torch.gt(weights_BV, lowest_B1, out=above_BV)
+    counts = []
+    if top_k is not None:
+        counts.append(top_k[:, None] - above_BV.sum(-1, keepdim=True))
+    if top_p is not None:
+        left_B1 = mass_B1 - above_BV.mul_(weights_BV).sum(-1, keepdim=True)
+        counts.append((left_B1 / lowest_B1).ceil())
     equal_BV = weights_BV == lowest_B1
-    first_BV = equal_BV.cumsum(-1, dtype=torch.int32) <= room(lowest_B1)
+    first_BV = equal_BV.cumsum(-1, dtype=torch.int32) <= torch.stack(counts).amin(0)
     return (weights_BV > lowest_B1) | (equal_BV & first_BV)
 
 
-def _pass(weights_BN: Tensor, shares_B1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number at which the cumulative weights pass a share of their sum, int64 [B, 1].
-
-    Also return how much of its own weight the share has passed, float64 [B, 1].
-    """
-    sums_BM = torch.nn.functional.pad(weights_BN.double().cumsum(-1), (1, 0))
-    total_B1 = sums_BM[:, -1:]
-    # Below the total, or rounding would choose what follows the last weight above 0.
-    passed_B1 = torch.minimum(shares_B1 * total_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
-    last = weights_BN.shape[-1] - 1
-    number_B1 = torch.searchsorted(sums_BM[:, 1:].contiguous(), passed_B1, right=True)
-    number_B1 = number_B1.clamp(max=last)  # of NaN
-    before_B1, after_B1 = sums_BM.gather(-1, number_B1), sums_BM.gather(-1, number_B1 + 1)
-    return number_B1, (passed_B1 - before_B1) / (after_B1 - before_B1)
-
-
-def _mix(state_B: Tensor) -> Tensor:
+def _mix(state_B: _Integers) -> _Integers:
+    """Return the finalizer of splitmix64 of each state."""
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         state_B = (state_B ^ _shift(state_B, shift)) * factor
     return state_B ^ _shift(state_B, 31)
 
 
-def _shift(state_B: Tensor, bits: int) -> Tensor:
+def _shift(state_B: _Integers, bits: int) -> _Integers:
     """Shift right and fill with zeros, where `>>` copies the sign."""
     return (state_B >> bits) & ((1 << 64 - bits) - 1)
+
+
+@functools.cache
+def _kernel() -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the integers of `uniforms` as one kernel. PyTorch's operations would be 14 of them.
+
+    NVRTC, which comes with PyTorch, compiles it at the first call.
+    """
+    first, second = (f"{factor % 2**64:#x}ull" for factor in _FACTORS)
+    code = f"""
+    template <typename T> T splitmix64(T stream, T number) {{
+        unsigned long long state = stream + number * {_GAMMA % 2**64:#x}ull;
+        state = (state ^ state >> 30) * {first};
+        state = (state ^ state >> 27) * {second};
+        return (state ^ state >> 31) >> 11;
+    }}"""
+    made: Callable[[Tensor, Tensor], Tensor] = torch.cuda.jiterator._create_jit_fn(code)
+    return made

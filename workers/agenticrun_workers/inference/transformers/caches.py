@@ -29,9 +29,9 @@ from agenticrun_workers.inference.engine import SampledTokens
 from agenticrun_workers.inference.server_path.agenticrun_sampling import (
     on_device,
     sample,
-    seeds_on_device,
+    streams,
     truncate,
-    uniforms,
+    uniforms_on_device,
 )
 from agenticrun_workers.models.heads import split_model
 from agenticrun_workers.types import (
@@ -540,9 +540,9 @@ class Forward:
             [running.cached for running in batch],
             [running.pending_T for running in batch],
         )
-        seeds_B = seeds_on_device([running.request.seed for running in batch], self._device)
+        streams_B = streams([running.request.seed for running in batch], [0] * len(batch))
         indices = [running.request.sampled + len(running.sampled) for running in batch]
-        uniforms_B = uniforms(seeds_B, on_device(indices, torch.int64, self._device))
+        uniforms_B = uniforms_on_device(streams_B, indices, self._device)
         sampling = [running.request.sampling for running in batch]
         tokens_B, logprobs_B = sample_tokens(logits_BV, sampling, uniforms_B)
         # One copy: the only time that a step waits for the GPU.
@@ -636,5 +636,7 @@ def sample_tokens(
 
 def _log_softmax(logits_BV: Tensor, temperatures: list[float]) -> Tensor:
     """Return log_softmax(logits / temperature), float32 [B, V]."""
+    if all(temperature == 1 for temperature in temperatures):
+        return torch.log_softmax(logits_BV.float(), dim=-1)
     scale_B = on_device(temperatures, torch.float32, logits_BV.device)
     return torch.log_softmax(logits_BV.float() / scale_B[:, None], dim=-1)

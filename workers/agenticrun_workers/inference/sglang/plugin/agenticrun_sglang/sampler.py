@@ -14,7 +14,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from agenticrun_sampling import on_device, sample, seeds_on_device, truncate, uniforms
+from agenticrun_sampling import on_device, sample, streams, truncate, uniforms
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.weight_versions import compute_weight_version_spans
@@ -36,13 +36,12 @@ class RequestBatch(SamplingBatchInfo):  # type: ignore[misc]
     """Temperatures of the log-probs, float32 [B, 1]."""
     records_differ: bool = False
     """True if a row is recorded at another temperature than it is sampled at."""
-    seeds: Tensor = dataclasses.field(default_factory=_empty)
-    """int64 [B]."""
-    first_positions: Tensor = dataclasses.field(default_factory=_empty)
-    """Position from which the response's first token was sampled, int64 [B].
+    streams: Tensor = dataclasses.field(default_factory=_empty)
+    """Random numbers of each request, by position, int64 [B].
 
-    It is that of the prompt's last token, or before it if the prompt ends with tokens that another
-    engine sampled for this response (`sampled`).
+    A response's first token is sampled from the position of the prompt's last token, or from one
+    before it if the prompt ends with tokens that another engine sampled for this response
+    (`sampled`).
     """
 
     @classmethod
@@ -57,29 +56,24 @@ class RequestBatch(SamplingBatchInfo):  # type: ignore[misc]
         info.records_differ = record != [each.temperature for each in params]
         device = torch.device(info.device)
         info.record_temperatures = on_device(record, torch.float32, device)[:, None]
-        info.seeds = seeds_on_device([given.get("seed", 0) for given in own], device)
-        info.first_positions = on_device(
-            [
-                len(request.origin_input_ids) - 1 - given.get("sampled", 0)
-                for request, given in zip(batch.reqs, own, strict=True)
-            ],
-            torch.int64,
-            device,
-        )
+        first_positions = [
+            len(request.origin_input_ids) - 1 - given.get("sampled", 0)
+            for request, given in zip(batch.reqs, own, strict=True)
+        ]
+        streams_B = streams([given.get("seed", 0) for given in own], first_positions)
+        info.streams = on_device(streams_B, torch.int64, device)
         return info
 
     def filter_batch(self, keep_indices: list[int], keep_indices_device: Tensor) -> None:
         super().filter_batch(keep_indices, keep_indices_device)
         self.record_temperatures = self.record_temperatures[keep_indices_device]
-        self.seeds = self.seeds[keep_indices_device]
-        self.first_positions = self.first_positions[keep_indices_device]
+        self.streams = self.streams[keep_indices_device]
 
     def merge_batch(self, other: RequestBatch) -> None:
         super().merge_batch(other)
         self.record_temperatures = torch.cat([self.record_temperatures, other.record_temperatures])
         self.records_differ |= other.records_differ
-        self.seeds = torch.cat([self.seeds, other.seeds])
-        self.first_positions = torch.cat([self.first_positions, other.first_positions])
+        self.streams = torch.cat([self.streams, other.streams])
 
 
 def forward(
@@ -123,7 +117,7 @@ def sample_from_probs(
             info.top_ps if info.need_top_p_sampling else None,
             info.min_ps if info.need_min_p_sampling else None,
         )
-    tokens_B = sample(probs, uniforms(info.seeds, positions - info.first_positions))
+    tokens_B = sample(probs, uniforms(info.streams, positions))
     return tokens_B.to(torch.int32), None
 
 

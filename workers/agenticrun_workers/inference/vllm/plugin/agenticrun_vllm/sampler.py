@@ -13,8 +13,10 @@ from __future__ import annotations
 import secrets
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from agenticrun_sampling import on_device, sample, seeds_on_device, truncate, uniforms
+from agenticrun_sampling import on_device, sample, streams, truncate, uniforms_on_device
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -30,6 +32,8 @@ class _Row(NamedTuple):
     seed: int
     sampled: int
     """Tokens at the end of the prompt that another engine sampled for this response."""
+    temperature: float
+    """At which it is sampled; 1 if it is greedy."""
     record_temperature: float
     min_p: float
     outputs: list[int]
@@ -40,9 +44,10 @@ class _Batch(NamedTuple):
     """The requests of a batch, by row."""
 
     rows: list[_Row]
-    seeds_B: Tensor
-    record_temperatures_B: Tensor
-    """Temperatures of the log-probs, float32 [B]."""
+    streams_B: npt.NDArray[np.int64]
+    """Random numbers of each request, by index of the token in its response."""
+    record_temperatures_B: Tensor | None
+    """Temperatures of the log-probs, float32 [B]; None if each row has that of its sampling."""
     min_p_B: Tensor | None
     """float32 [B]; None if no row has it."""
 
@@ -51,8 +56,10 @@ class _Batch(NamedTuple):
         temperatures = [row.record_temperature for row in rows]
         return _Batch(
             rows,
-            seeds_on_device([row.seed for row in rows], device),
-            on_device(temperatures, torch.float32, device),
+            streams([row.seed for row in rows], [0] * len(rows)),
+            on_device(temperatures, torch.float32, device)
+            if any(row.record_temperature != row.temperature for row in rows)
+            else None,
             on_device([row.min_p for row in rows], torch.float32, device)
             if any(row.min_p for row in rows)
             else None,
@@ -63,8 +70,15 @@ def _row(params: SamplingParams, outputs: list[int]) -> _Row:
     """Return the arguments of a request. Those of other clients get defaults, a random seed too."""
     arguments = params.extra_args or {}
     seed = arguments["seed"] if "seed" in arguments else secrets.randbits(64)
-    record_temperature = arguments.get("record_temperature") or params.temperature or 1.0
-    return _Row(seed, arguments.get("sampled", 0), record_temperature, params.min_p, outputs)
+    temperature = params.temperature or 1.0
+    return _Row(
+        seed,
+        arguments.get("sampled", 0),
+        temperature,
+        arguments.get("record_temperature") or temperature,
+        params.min_p,
+        outputs,
+    )
 
 
 class RequestArguments(LogitsProcessor):  # type: ignore[misc]
@@ -100,8 +114,7 @@ class RequestArguments(LogitsProcessor):  # type: ignore[misc]
         # The server also samples for rows whose prompt is incomplete, and drops those tokens: only
         # the lists know how many it has kept.
         indices = [row.sampled + len(row.outputs) for row in self.batch.rows]
-        indices_B = on_device(indices, torch.int64, self._device)
-        uniforms_B: Tensor = uniforms(self.batch.seeds_B, indices_B)
+        uniforms_B: Tensor = uniforms_on_device(self.batch.streams_B, indices, self._device)
         return uniforms_B
 
 
@@ -129,13 +142,16 @@ class RequestSampler(Sampler):  # type: ignore[misc]
         arguments = next(
             each for each in sampling_metadata.logitsprocs.all if isinstance(each, RequestArguments)
         )
-        recorded_BV = (logits / arguments.batch.record_temperatures_B[:, None]).log_softmax(-1)
+        temperatures_B = arguments.batch.record_temperatures_B
+        scaled_BV = logits if temperatures_B is None else logits / temperatures_B[:, None]
         if sampling_metadata.all_greedy:
-            return self.greedy_sample(logits), recorded_BV
+            return self.greedy_sample(logits), scaled_BV.log_softmax(-1)
         greedy_B = None if sampling_metadata.all_random else self.greedy_sample(logits)
         logits = self.apply_temperature(
             logits, sampling_metadata.temperature, sampling_metadata.all_random
         )
+        # Where the temperatures are equal, one division serves both.
+        recorded_BV = (logits if temperatures_B is None else scaled_BV).log_softmax(-1)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             # `truncate` knows min_p too. Applied before it, min_p would change what top_p keeps.
             if not isinstance(processor, MinPLogitsProcessor):
