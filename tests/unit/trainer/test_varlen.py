@@ -213,6 +213,23 @@ def test_models_that_hand_arguments_to_their_attention_use_it(name: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen2_moe", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("phimoe", {}),
+    ],
+)
+def test_windows_that_a_model_has_in_its_masks_only_count(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence of the probe is longer than the window."""
+    decoder = small(name, sliding_window=4, **changes).get_decoder()
+    assert try_varlen(decoder, CPU)
+    monkeypatch.setattr(varlen, "_window_of_mask", lambda _: None)
+    assert not try_varlen(small(name, sliding_window=4, **changes).get_decoder(), CPU)
+
+
+@pytest.mark.parametrize(
     "model",
     [
         lambda: AutoModelForCausalLM.from_config(
@@ -220,9 +237,9 @@ def test_models_that_hand_arguments_to_their_attention_use_it(name: str) -> None
             attn_implementation="eager",
         ).eval(),
         lambda: small("bloom"),
-        lambda: small("qwen2_moe", use_sliding_window=True, sliding_window=4),
+        lambda: small("nemotron"),
     ],
-    ids=["eager", "bloom", "window in the mask only"],
+    ids=["eager", "bloom", "bounds do not reach its layers"],
 )
 def test_other_models_keep_their_own_attention(model: Callable[[], PreTrainedModel]) -> None:
     decoder = model().get_decoder()

@@ -99,8 +99,8 @@ def attention(
         )
     if attention_mask is not None or any(kwargs.get(name) is not None for name in UNSUPPORTED):
         raise UnsupportedModel(f"{type(module).__name__} changes the scores of its attention")
-    if sliding_window is None and _has_window_in_mask(module):
-        raise UnsupportedModel(f"{type(module).__name__} has its window in a mask only")
+    if sliding_window is None:
+        sliding_window = _window_of_mask(module)
     if rows.group is None:
         return _attend(module, query, key, value, rows, scaling, sliding_window), None
     size = dist.get_world_size(rows.group)
@@ -122,14 +122,16 @@ def attention(
     return pieces_SBthD.permute(1, 2, 0, 3, 4).flatten(2, 3), None
 
 
-def _has_window_in_mask(module: nn.Module) -> bool:
-    """Return True if the model makes masks with a window for this layer, as Qwen2-MoE does."""
+def _window_of_mask(module: nn.Module) -> int | None:
+    """Return the window of a layer that only the model's masks know, as those of Qwen2-MoE."""
     config = getattr(module, "config", None)
-    if not getattr(config, "sliding_window", None):
-        return False
+    window: int | None = getattr(config, "sliding_window", None)
+    if config is None or not window:
+        return None
     if kinds := getattr(config, "layer_types", None):
-        return bool(kinds[module.layer_idx] == "sliding_attention")
-    return hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+        return window if kinds[module.layer_idx] == "sliding_attention" else None
+    makes_masks = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    return window if makes_masks else None
 
 
 def has_kernel(query: Tensor) -> bool:
