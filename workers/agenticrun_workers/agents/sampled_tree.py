@@ -42,8 +42,9 @@ class Sampled:
         size = len(self.prompt_T)
         return (
             self.length <= len(prompt_T)
-            and np.array_equal(self.prompt_T, prompt_T[:size])
+            # First, because it is short and differs where conversations do.
             and np.array_equal(self.generation.tokens_T, prompt_T[size : self.length])
+            and np.array_equal(self.prompt_T, prompt_T[:size])
         )
 
     def path(self) -> list[Sampled]:

@@ -16,10 +16,11 @@ import json
 import logging
 import re
 import time
-from bisect import bisect_left
+from bisect import bisect_left, insort, insort_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -104,15 +105,49 @@ class Setting:
         return json.dumps([[*self.tools], self.template_args, self.thread], sort_keys=True)
 
 
+@dataclass(slots=True, eq=False)
+class _Beginning:
+    """Messages with which recorded conversations begin: a node of a trie."""
+
+    answer: Answer | None = None
+    """The latest answer that is the last of these messages."""
+    longer: dict[tuple[Any, ...], _Beginning] = field(default_factory=dict)
+    """The beginnings with one more message, by its identity."""
+    latest: tuple[ChatMessage, _Beginning] | None = None
+    """The message after these that was found last. A client sends its messages again in each turn,
+    and to compare one costs less than to make its identity."""
+
+    def find(self, message: ChatMessage) -> _Beginning | None:
+        """Return the beginning with one more message, or None if none is recorded."""
+        if self.latest is not None and self.latest[0] == message:
+            return self.latest[1]
+        found = self.longer.get(message.identity)
+        if found is not None:
+            self.latest = message, found
+        return found
+
+    def add(self, message: ChatMessage) -> _Beginning:
+        """Return the beginning with one more message, recorded if it is not."""
+        return self.find(message) or self.longer.setdefault(message.identity, _Beginning())
+
+
 class RecordedAnswers:
-    """Answers of one episode, in sampling order."""
+    """Answers of one episode, in sampling order.
+
+    What is known of a conversation is compared with the client's messages, and never rendered,
+    tokenised or parsed again.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> None:
         self._tokenizer = tokenizer
         self._chat = chat
         self.answers: list[Answer] = []
-        self._of_chats: dict[tuple[Any, ...], Answer] = {}
-        self._of_texts: list[tuple[str, Answer]] = []
+        self._by_length: list[Answer] = []
+        """Answers that can be continued, the shortest sequence first."""
+        self._of_chats: dict[str, _Beginning] = {}
+        """Conversations by the key of their setting."""
+        self._of_texts: list[tuple[int, str, Answer]] = []
+        """Prompts with their answers, by the number of characters of both, the shortest first."""
 
     def chat_prompt(
         self, messages: Sequence[ChatMessage], setting: Setting
@@ -123,30 +158,40 @@ class RecordedAnswers:
             The tokens up to the start of the next answer, int32 [T], and the recorded answer that
             the conversation continues, or None.
         """
-        key, chat, tools = _key(messages, setting), setting.chat, setting.tools
-        for size in range(len(messages), 0, -1):
-            before = (
-                self._of_chats.get(key[: size + 1])
-                if messages[size - 1].role == "assistant"
-                else None
-            )
-            if before is not None:
-                tokens_T = before.sampled.generation.tokens_T
-                calls = messages[size - 1].for_template.get("tool_calls", ())
-                added = [message.for_template for message in messages[size:]]
-                added_T = chat.bridge(tokens_T, added, calls=calls, tools=tools)
-                continued_T = np.concatenate([before.sampled.prompt_T, tokens_T, added_T])
-                if chat.drops_reasoning(added, calls, tools):
-                    answered = [message.for_template for message in before.conversation]
-                    try:
-                        whole_T = chat.conversation([*answered, *added], tools)
-                    except ChatTemplateError:
-                        # The template refuses a malformed answer, which stays as it was sampled.
-                        return continued_T, before
-                    if chat.shown(whole_T) != chat.shown(continued_T):
-                        return whole_T, None
+        chat, tools = setting.chat, setting.tools
+        before, size = self._answered(messages, setting)
+        if before is None:
+            return chat.conversation([message.for_template for message in messages], tools), None
+        tokens_T = before.sampled.generation.tokens_T
+        calls = messages[size - 1].for_template.get("tool_calls", ())
+        added = [message.for_template for message in messages[size:]]
+        added_T = chat.bridge(tokens_T, added, calls=calls, tools=tools)
+        continued_T = np.concatenate([before.sampled.prompt_T, tokens_T, added_T])
+        if chat.drops_reasoning(added, calls, tools):
+            answered = [message.for_template for message in before.conversation]
+            try:
+                whole_T = chat.conversation([*answered, *added], tools)
+            except ChatTemplateError:
+                # The template refuses a malformed answer, which stays as it was sampled.
                 return continued_T, before
-        return chat.conversation([message.for_template for message in messages], tools), None
+            if chat.shown(whole_T) != chat.shown(continued_T):
+                return whole_T, None
+        return continued_T, before
+
+    def _answered(
+        self, messages: Sequence[ChatMessage], setting: Setting
+    ) -> tuple[Answer | None, int]:
+        """Return the last recorded answer of a conversation, and its place, counted from 1."""
+        begun = self._of_chats.get(setting.key, _Beginning())
+        answer, size = None, 0
+        for count, message in enumerate(messages, 1):
+            found = begun.find(message)
+            if found is None:
+                break
+            begun = found
+            if begun.answer is not None:
+                answer, size = begun.answer, count
+        return answer, size
 
     def text_prompt(self, text: str, thread: str | None = None) -> IntArray:
         """Return the tokens of a text, int32 [T].
@@ -154,7 +199,9 @@ class RecordedAnswers:
         The part that repeats a recorded text has the recorded tokens.
         """
         best_T, known = np.zeros(0, np.int32), 0
-        for prompt, answer in self._of_texts:
+        for longest, prompt, answer in reversed(self._of_texts):
+            if longest <= known:
+                break
             if answer.thread == thread and text.startswith(prompt):
                 tokens_T = answer.sampled.generation.tokens_T
                 size, said = self._said_of(text[len(prompt) :], tokens_T)
@@ -189,18 +236,13 @@ class RecordedAnswers:
         Of equally long ones it is `matched`, else the latest. None if there is no such answer.
         """
         least = matched.sampled.length if matched is not None else 0
-        fitting = [
-            answer
-            for answer in reversed(self.answers)
-            if answer.draft_of is None
-            and answer.thread == thread
-            and answer.sampled_any
-            and answer.sampled.length >= least
-            and answer.sampled.begins(prompt_T)
-        ]
-        return max(
-            fitting, key=lambda answer: (answer.sampled.length, answer is matched), default=None
-        )
+        start = bisect_left(self._by_length, least, key=_length)
+        for answer in reversed(self._by_length[start:]):
+            if matched is not None and matched.sampled_any and _length(answer) == least:
+                return matched  # from which the prompt was made
+            if answer.thread == thread and answer.sampled.begins(prompt_T):
+                return answer
+        return None
 
     def add(
         self,
@@ -211,10 +253,16 @@ class RecordedAnswers:
     ) -> None:
         """Add an answer to a conversation with this setting, or to the text of a prompt."""
         self.answers += [*drafts, answer]
-        if isinstance(to, Setting):
-            self._of_chats[_key(answer.conversation, to)] = answer
-        else:
-            self._of_texts.append((to, answer))
+        if answer.sampled_any:
+            insort(self._by_length, answer, key=_length)
+        if not isinstance(to, Setting):
+            longest = len(to) + len(self._chat.shown(answer.sampled.generation.tokens_T))
+            insort_left(self._of_texts, (longest, to, answer), key=itemgetter(0))
+            return
+        begun = self._of_chats.setdefault(to.key, _Beginning())
+        for message in answer.conversation:
+            begun = begun.add(message)
+        begun.answer = answer
 
     def find(self, completion: str, choice: int) -> Answer | None:
         """Return the answer with this response id and index, or None."""
@@ -248,9 +296,8 @@ class RecordedAnswers:
         return branches[::-1]
 
 
-def _key(messages: Sequence[ChatMessage], setting: Setting) -> tuple[Any, ...]:
-    """Return a key of the setting and of each message; equivalent conversations have equal keys."""
-    return setting.key, *(message.identity for message in messages)
+def _length(answer: Answer) -> int:
+    return answer.sampled.length
 
 
 T = TypeVar("T")
