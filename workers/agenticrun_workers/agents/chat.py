@@ -263,7 +263,16 @@ class ChatFormat:
             calls: its tool calls.
             tools: tools of the conversation.
         """
-        if not (self._settings.drops_reasoning and self.reasons):
+        return self._settings.drops_reasoning and self.hides_reasoning(added, calls, tools)
+
+    def hides_reasoning(
+        self, added: Sequence[Message], calls: Sequence[Message] = (), tools: Tools = ()
+    ) -> bool:
+        """Return True if the template leaves the reasoning of an answer before these messages out.
+
+        The arguments are those of `drops_reasoning`, which also asks if the run wants that.
+        """
+        if not self.reasons:
             return False
         answer = self._call_stub(calls) if calls and self.renders_calls else _ANSWER
         reasoned = {**answer, "reasoning_content": _REASONING}

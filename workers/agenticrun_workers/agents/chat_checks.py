@@ -151,21 +151,14 @@ def _thinking(chat: ChatFormat) -> Finding:
     latest = chat.render([ASKED, REASONED], prompt=False)
     if "BECAUSE" not in latest:
         return ok(f"{found}; the template never writes reasoning, {KEPT}")
-    earlier = "BECAUSE" in chat.render([ASKED, REASONED, ASKED_AGAIN], prompt=True)
     if problem := _unread(chat, latest):
         return failed(problem, "set spec.model.chatFormat")
-    if earlier:
+    if not chat.hides_reasoning([ASKED_AGAIN]):
         return ok(f"{found}; kept in earlier turns")
-    after = "the next message" if _dropped_after_a_call(chat) else "the next question"
+    shows_results = chat.renders_calls and chat.shows_tools([TOOL])
+    after_call = shows_results and chat.hides_reasoning([RESULT], [CALL], [TOOL])
+    after = "the next message" if after_call else "the next question"
     return ok(f"{found}; the template drops it at {after}, {KEPT}")
-
-
-def _dropped_after_a_call(chat: ChatFormat) -> bool:
-    """Return True if the template drops the reasoning before a call when its result follows."""
-    if not (chat.renders_calls and chat.shows_tools([TOOL])):
-        return False
-    talk = [ASKED, {**CALLED, "reasoning_content": "BECAUSE"}, RESULT]
-    return "BECAUSE" not in chat.render(talk, prompt=True, tools=[TOOL])
 
 
 def _changes(chat: ChatFormat, name: str) -> bool:
