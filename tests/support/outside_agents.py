@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 from agenticrun_workers.agents import AgentLimits, ChatFormat, Episode, OutsideAgent
 from agenticrun_workers.agents.outside.session import Policy, Session
 from agenticrun_workers.envs import Env
-from agenticrun_workers.inference import InferenceEngine
+from agenticrun_workers.inference import InferenceEngine, InvalidRequest
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.types import (
     EpisodeKey,
     FinishReason,
     Generation,
     GenerationRequest,
+    SamplingParams,
     StopReason,
     Stream,
     Trajectory,
@@ -228,6 +229,32 @@ async def formats_on(engine: InferenceEngine, temperature: float = 0.8) -> list[
         run="outside_agents:ask_for_formats",
     )
     return await agent.collect_trajectory(EPISODE, cast(Env, Question()), engine.generate)
+
+
+async def check_enforced_formats(engine: InferenceEngine) -> None:
+    """Ask an engine with `FORMAT_WORDS` for a JSON schema and for a call, and check both."""
+    limits = AgentLimits(max_turns=8, max_tokens_per_step=64, sequence_length=CONTEXT)
+    tokenizer = build_task_tokenizer(FORMAT_WORDS, CONTEXT)
+    policy = Policy(tokenizer, ChatFormat(tokenizer), limits, "policy", enforces_formats=True)
+    its = Session(policy, EPISODE, engine.generate)
+    body: dict[str, Any] = {"model": "policy", "messages": [user("?")], "n": 8}
+    schema = {"name": "sum", "schema": SUM}
+    response_format = {"type": "json_schema", "json_schema": schema}
+    said = await its.chat(body | {"response_format": response_format})
+    ended = [each for each in said.choices if each.finish_reason == "stop"]
+    assert ended, "digits do not go on for so long"
+    assert all([*json.loads(each.message.content)] == ["sum"] for each in ended)
+    add = {"type": "function", "function": {"name": "add", "parameters": SUM, "strict": True}}
+    called = await its.chat(body | {"tools": [add], "tool_choice": "required"})
+    ended = [each for each in called.choices if each.finish_reason != "length"]
+    assert ended
+    for each in ended:
+        (call,) = each.message.tool_calls
+        assert isinstance(json.loads(call.arguments)["sum"], int)
+    assert len(its.recorded.answers) == 16, "without drafts"
+    no_tag = SamplingParams(4, structural_tag='{"type": "structural_tag", "format": 5}')
+    with pytest.raises(InvalidRequest):
+        await engine.generate(GenerationRequest("r", "s", np.array([1], np.int32), no_tag))
 
 
 def check_log_probs(

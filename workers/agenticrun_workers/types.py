@@ -119,6 +119,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     record_temperature: float | None = None
     """Temperature of the recorded log-probs; None = `temperature` (1 for greedy decoding)."""
+    structural_tag: str | None = None
+    """Format of the response: one of xgrammar's structural tags, as JSON. No token is sampled that
+    leaves it, and log-probs are those of the tokens that are left. Only for engines with
+    `enforces_formats`."""
 
 
 @dataclass(frozen=True, slots=True)

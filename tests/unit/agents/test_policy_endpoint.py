@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from agenticrun_workers.agents.outside.policy_endpoint import PolicyEndpoint
 from agenticrun_workers.agents.outside.session import Policy, Session
 from agenticrun_workers.types import Generation, GenerationRequest
 from outside_agents import CHAT, LIMITS, TOKENIZER, Says
+from outside_agents import SUM as SCHEMA
 
 POLICY = Policy(TOKENIZER, CHAT, LIMITS, "lake")
 SUM: list[Any] = [{"role": "user", "content": "The sum?"}]
@@ -27,9 +30,10 @@ async def served(
     *,
     key: str | None = None,
     sent: str = "any",
+    policy: Policy = POLICY,
 ) -> AsyncIterator[AsyncOpenAI]:
     async with (
-        PolicyEndpoint(POLICY, generate, "127.0.0.1", 0, key).listening() as url,
+        PolicyEndpoint(policy, generate, "127.0.0.1", 0, key).listening() as url,
         AsyncOpenAI(base_url=url, api_key=sent, max_retries=0) as client,
     ):
         yield client
@@ -90,6 +94,48 @@ async def test_a_sampling_that_does_not_exist_is_refused(
     async with served(Says(())) as client:
         with pytest.raises(BadRequestError, match=problem):
             await client.chat.completions.create(model="lake", messages=SUM, **options)
+
+
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": SCHEMA, "strict": True},
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"sum": 2}}\n</tool_call>'
+
+
+async def test_an_engine_that_enforces_formats_is_asked_once_and_for_the_format() -> None:
+    """Nothing is drafted, written or drawn again."""
+    policy = Says(['{"sum": 2}', CALL, "Well."])
+    async with served(policy, policy=replace(POLICY, enforces_formats=True)) as client:
+        create = client.chat.completions.create
+        answer = await create(model="lake", messages=SUM, response_format=FORMAT)
+        called = await create(model="lake", messages=SUM, tools=[TOOL], tool_choice="required")
+        await create(model="lake", messages=SUM)
+    assert json.loads(answer.choices[0].message.content or "") == {"sum": 2}
+    assert called.choices[0].finish_reason == "tool_calls"
+    tags = [request.sampling.structural_tag for request, _ in policy.asked]
+    (value, begins, ends) = (
+        {"type": "json_schema", "json_schema": SCHEMA, "style": "json", "max_whitespace_cnt": 40},
+        {"type": "const_string", "value": '<tool_call>\n{"name": "add", "arguments": '},
+        {"type": "const_string", "value": "}\n</tool_call>"},
+    )
+    call = {"type": "sequence", "elements": [begins, value, ends]}
+    for tag, option in zip(tags, (value, call), strict=False):
+        assert json.loads(tag or "") == {
+            "type": "structural_tag",
+            "format": {"type": "or", "elements": [option]},
+        }
+    assert tags[2:] == [None]
+    prompts = [CHAT.shown(request.prompt_tokens) for request, _ in policy.asked]
+    assert all(prompt.endswith("<|im_start|>assistant\n") for prompt in prompts)
+
+
+async def test_an_engine_without_formats_is_asked_for_text() -> None:
+    policy = Says(['{"sum": 2}'])
+    async with served(policy) as client:
+        await client.chat.completions.create(model="lake", messages=SUM, response_format=FORMAT)
+    assert [request.sampling.structural_tag for request, _ in policy.asked] == [None]
 
 
 async def test_with_an_api_key_other_clients_get_no_answer() -> None:

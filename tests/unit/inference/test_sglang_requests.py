@@ -71,6 +71,11 @@ def test_random_numbers_go_on_after_the_tokens_that_another_engine_sampled() -> 
     assert body["sampling_params"]["custom_params"]["sampled"] == 3
 
 
+def test_a_format_is_passed_under_sglangs_own_name() -> None:
+    tagged = generate_body(a_request(structural_tag='{"type": "x"}'), "r", 8)
+    assert tagged["sampling_params"]["structural_tag"] == '{"type": "x"}'
+
+
 def test_no_top_k_is_what_sglang_calls_minus_one() -> None:
     assert generate_body(a_request(), "r", 8)["sampling_params"]["top_k"] == -1
 
@@ -126,12 +131,15 @@ def test_a_request_that_was_aborted_before_its_first_token_has_none() -> None:
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, InvalidRequest), (500, EngineError)])
+@pytest.mark.parametrize("tokens", [[], [20]])
 def test_a_request_that_the_server_ends_by_itself_is_an_error(
-    status: int, kind: type[EngineError]
+    status: int, kind: type[EngineError], tokens: list[int]
 ) -> None:
+    """A refused format has a token without a log-prob."""
     reason = {"type": "abort", "status_code": status, "message": "too long"}
+    event = an_event(tokens, len(tokens), reason, output_token_logprobs=None)
     with pytest.raises(EngineError, match="too long") as caught:
-        read_event(a_request(), an_event([], 0, reason), SampledTokens())
+        read_event(a_request(), event, SampledTokens())
     assert type(caught.value) is kind
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -41,6 +42,14 @@ def test_the_run_decides_model_precision_context_and_place() -> None:
         True,
     )
     assert int(flags["context_length"]) > 2048
+
+
+def test_a_grammar_and_a_tokenizer_are_loaded_only_to_enforce_formats() -> None:
+    flags = parsed(options().flags(port=1))
+    assert (flags["grammar_backend"], flags["skip_tokenizer_init"]) == ("none", True)
+    flags = parsed(replace(options(), enforces_formats=True).flags(port=1))
+    assert flags["grammar_backend"] == "xgrammar"
+    assert "skip_tokenizer_init" not in flags
 
 
 def test_on_gpus_it_spans_all_of_the_engines() -> None:

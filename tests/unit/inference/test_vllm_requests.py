@@ -65,6 +65,14 @@ def test_random_numbers_go_on_after_the_tokens_that_another_engine_sampled() -> 
     assert body["sampling_params"]["extra_args"]["sampled"] == 3
 
 
+def test_only_a_request_with_a_format_has_structured_outputs() -> None:
+    assert (
+        "structured_outputs" not in to_vllm(a_request(SamplingParams(5)), "1", 8)["sampling_params"]
+    )
+    tagged = to_vllm(a_request(SamplingParams(5, structural_tag='{"type": "x"}')), "1", 8)
+    assert tagged["sampling_params"]["structured_outputs"] == {"structural_tag": '{"type": "x"}'}
+
+
 def an_event(
     tokens: list[int], spans: list[dict[str, Any]], finish: str | None = None
 ) -> dict[str, Any]:

@@ -22,6 +22,7 @@ def flags(
     gpu: bool = False,
     shared: bool = False,
     trust: bool = False,
+    formats: bool = False,
 ) -> list[str]:
     return server_flags(
         Path("/m"),
@@ -31,6 +32,7 @@ def flags(
         config=config or {},
         gpu=gpu,
         shares_gpus=shared,
+        enforces_formats=formats,
     )
 
 
@@ -55,6 +57,11 @@ def test_defaults_can_be_replaced_and_removed() -> None:
     assert not [
         word for word in flags({"kv_cache_memory_bytes": None}) if "kv-cache-memory" in word
     ]
+
+
+def test_a_tokenizer_is_loaded_only_to_enforce_formats() -> None:
+    assert "--skip-tokenizer-init" in flags()
+    assert "--no-skip-tokenizer-init" in flags(formats=True)
 
 
 def test_only_an_engine_that_shares_its_gpus_can_sleep() -> None:

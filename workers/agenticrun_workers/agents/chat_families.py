@@ -82,6 +82,8 @@ class CallText:
     """True if name and arguments are members of a JSON object, which may have other spaces."""
     tags: tuple[str, str, str] | None = None
     """Texts before and after an argument's name, and after its value. None: arguments are JSON."""
+    style: str = "json"
+    """xgrammar's name of the form of the arguments."""
 
     def before_arguments(self, name: str) -> str:
         """Return what a call of this name begins with."""
@@ -248,6 +250,7 @@ FAMILIES = (
             "</tool_call>",
             quoted=False,
             tags=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+            style="glm_xml",
         ),
     ),
     Family(
@@ -271,6 +274,7 @@ FAMILIES = (
             "</function>\n</tool_call>",
             quoted=False,
             tags=("<parameter=", ">\n", "\n</parameter>\n"),
+            style="qwen_xml",
         ),
     ),
     HERMES,

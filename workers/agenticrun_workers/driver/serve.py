@@ -11,9 +11,10 @@ from pathlib import Path
 
 from agenticrun_api import AgenticRun
 from agenticrun_workers.agents import AgentLimits, ChatFormat
+from agenticrun_workers.agents.outside.messages import ApiError
 from agenticrun_workers.agents.outside.policy_endpoint import PolicyEndpoint
 from agenticrun_workers.agents.outside.session import Policy
-from agenticrun_workers.inference import InferenceEngine
+from agenticrun_workers.inference import InferenceEngine, InvalidRequest
 from agenticrun_workers.inference.builder import build_engine
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.models.tokenizer import load_tokenizer
@@ -63,7 +64,7 @@ async def serve(
         top_k=sampling.top_k,
         min_p=sampling.min_p,
     )
-    policy = Policy(tokenizer, ChatFormat(tokenizer), limits, served.name)
+    chat = ChatFormat(tokenizer)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     # As handlers, so that the engine's server is stopped in order.
@@ -78,7 +79,10 @@ async def serve(
             gpus=[str(gpu) for gpu in range(served.gpus)],
             threads=os.cpu_count() or 1,
             logs=logs,
+            # Nothing is trained on these answers, so their log-probs may be those of masked tokens.
+            enforces_formats=True,
         )
+        policy = Policy(tokenizer, chat, limits, served.name, engine.enforces_formats)
         try:
             # Before the port opens, so that a client which connects is answered.
             await engine.start()
@@ -111,6 +115,8 @@ class _Generate:
     async def __call__(self, request: GenerationRequest) -> Generation:
         try:
             return await self._engine.generate(request)
+        except InvalidRequest as error:
+            raise ApiError(400, f"the engine refuses the request: {error}") from error
         except asyncio.CancelledError:
             # Otherwise the engine would sample to the end, for no one.
             await self._engine.abort([request.request_id])

@@ -37,6 +37,7 @@ def build_engine(
     threads: int,
     logs: Path,
     shares_gpus: bool = False,
+    enforces_formats: bool = False,
 ) -> InferenceEngine:
     """Build the engine of an inference actor, without starting it. Needs a running event loop.
 
@@ -49,6 +50,8 @@ def build_engine(
         threads: CPU threads of the computation.
         logs: folder for a server's output.
         shares_gpus: a trainer has the GPUs while the engine sleeps (placement Colocated).
+        enforces_formats: take requests with a `structural_tag`, if the engine can: the embedded one
+            cannot.
 
     Raises:
         InvalidConfig: an option that the engine does not have, or that another field decides.
@@ -87,6 +90,7 @@ def build_engine(
         "threads": threads,
         "gpus": gpus_of_children(owner, gpus),
         "shares_gpus": shares_gpus,
+        "enforces_formats": enforces_formats,
     }
     try:
         if spec.name == "sglang":

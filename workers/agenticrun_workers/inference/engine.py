@@ -183,6 +183,9 @@ class InferenceEngine(Protocol):
     `policy_version` counts the trainer's versions: 0 = the initial weights.
     """
 
+    enforces_formats: bool = False
+    """True if requests may have a `structural_tag`."""
+
     async def start(self) -> None:
         """Load the model and begin to serve.
 

@@ -1,7 +1,8 @@
 """Formats that a request demands of its answer: JSON, a JSON schema, a tool call.
 
-A format reads a text from its start. It says how much of it a valid answer can begin with, and
-which text would follow. `session` samples with that; the engines do not know formats.
+Where nothing is trained, engines enforce formats: `AnswerFormat.structural_tag`. A run's engines do
+not, because masks change log-probs. There a format reads a text from its start. It says how much of
+it a valid answer can begin with, and which text would follow, and `session` samples with that.
 """
 
 from __future__ import annotations
@@ -86,6 +87,34 @@ class AnswerFormat:
             return self.call_text.before_arguments(next(iter(self.calls)))
         return self.call_text.start + ('"' if self.call_text.quoted else "")
 
+    @property
+    def structural_tag(self) -> dict[str, Any]:
+        """The format in the language of xgrammar, which SGLang and vLLM have."""
+        options = [self._call_tag(name, schema) for name, schema in (self.calls or {}).items()]
+        if self.schema is not None:
+            options.append(_json_tag(self.schema))
+        answer = {"type": "or", "elements": options}
+        if self.reasoning is None:
+            return {"type": "structural_tag", "format": answer}
+        begins, ends = self.reasoning
+        reasoning = _sequence_tag(
+            *([_text_tag(begins)] if begins else []),
+            {"type": "any_text", "excludes": [ends]},
+            _text_tag(ends),
+            {"type": "regex", "pattern": rf"[ \t\n\r]{{0,{MAX_SPACES}}}"},
+        )
+        first = {"type": "optional", "content": reasoning} if begins else reasoning
+        return {"type": "structural_tag", "format": _sequence_tag(first, answer)}
+
+    def _call_tag(self, name: str, schema: Schema) -> dict[str, Any]:
+        how = self.call_text
+        assert how is not None
+        return _sequence_tag(
+            _text_tag(how.before_arguments(name)),
+            _json_tag(schema, how.style),
+            *([_text_tag(how.end)] if how.end else []),
+        )
+
     def read(self, text: str) -> Reading:
         """Return how far a text keeps to the format."""
         begins, ends = self.reasoning or (None, "")
@@ -119,6 +148,23 @@ class AnswerFormat:
         if self.calls is None or self.call_text is None:
             return False
         return self.schema is None or reader.sees(self.call_text.start[0])
+
+
+def _text_tag(text: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": text}
+
+
+def _json_tag(schema: Schema, style: str = "json") -> dict[str, Any]:
+    return {
+        "type": "json_schema",
+        "json_schema": schema,
+        "style": style,
+        "max_whitespace_cnt": MAX_SPACES,
+    }
+
+
+def _sequence_tag(*elements: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": elements}
 
 
 class _Stop(Exception):

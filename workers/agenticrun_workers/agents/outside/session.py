@@ -340,6 +340,9 @@ class Policy:
     limits: AgentLimits
     model: str
     """Model name that clients request."""
+    enforces_formats: bool = False
+    """True if the engine masks the tokens that leave a request's format. Not where answers are
+    trained: their log-probs must be those of the whole vocabulary."""
 
 
 class Session:
@@ -431,8 +434,9 @@ class Session:
 
         async def draw(number: int, choice: int) -> Drawn:
             place = [number, choice]
-            if form is None:
-                return await self._draw(prompt_T, request.options, place, one_call=request.one_call)
+            if form is None or self.policy.enforces_formats:
+                one_call = request.one_call
+                return await self._draw(prompt_T, request.options, place, form, one_call=one_call)
             return await self._draw_in_format(prompt_T, request.options, place, form)
 
         return await self._respond(
@@ -628,9 +632,12 @@ class Session:
         longest: int,
         seed: int | None,
         place: Sequence[int],
+        form: AnswerFormat | None = None,
     ) -> Generation:
         """Sample once. `place` is unique: number of the request, choice, draw after the first."""
         sampling = self.policy.limits.sampling(longest, self.policy.chat.stop_tokens)
+        if form is not None:
+            sampling = replace(sampling, structural_tag=json.dumps(form.structural_tag))
         # The client's seed is combined with the episode's. So the episodes of a group differ even
         # if their agent always sends the same seed.
         number, *rest = place
@@ -654,12 +661,13 @@ class Session:
         prompt_T: IntArray,
         options: RequestOptions,
         place: Sequence[int],
+        form: AnswerFormat | None = None,
         *,
         one_call: bool = False,
     ) -> Drawn:
-        """Sample an answer of any text."""
+        """Sample an answer of any text, or of a format that the engine enforces."""
         longest = self._longest(prompt_T, options)
-        whole = await self._generation(prompt_T, longest, options.seed, place)
+        whole = await self._generation(prompt_T, longest, options.seed, place, form)
         cut, text, stop_text = self._stopped(whole, options.stop, one_call=one_call)
         return Drawn(prompt_T, cut, cut, text, stop_text=stop_text)
 

@@ -108,6 +108,7 @@ class SglangOptions:
     gpus: int = 0
     shares_gpus: bool = False
     trust_remote_code: bool = False
+    enforces_formats: bool = False
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for options that we own, or a dtype that SGLang does not support."""
@@ -157,10 +158,11 @@ class SglangOptions:
             # SGLang keeps one position for itself.
             "context_length": self.max_length + 8,
             "weight_version": str(self.version),
-            "skip_tokenizer_init": True,
+            # Prompts and responses are token ids. Only formats are about text.
+            "skip_tokenizer_init": not self.enforces_formats,
             "incremental_streaming_output": True,
             "skip_server_warmup": True,
-            "grammar_backend": "none",
+            "grammar_backend": "xgrammar" if self.enforces_formats else "none",
             "trust_remote_code": self.trust_remote_code,
         }
         return [*command_line(ours, {}), *command_line(self.config, OWNED, self._defaults)]
@@ -228,6 +230,8 @@ def generate_body(request: GenerationRequest, rid: str, interval: int) -> dict[s
         if sampling.record_temperature is not None
         else sampling.temperature or 1.0
     )
+    tag = sampling.structural_tag
+    formats = {} if tag is None else {"structural_tag": tag}
     return {
         "rid": rid,
         "input_ids": request.prompt_tokens.tolist(),
@@ -242,6 +246,7 @@ def generate_body(request: GenerationRequest, rid: str, interval: int) -> dict[s
             "min_p": sampling.min_p,
             "stop_token_ids": list(sampling.stop_token_ids),
             "stream_interval": interval,
+            **formats,
             "custom_params": {
                 "record_temperature": record,
                 "seed": request.seed % 2**SEED_BITS,
@@ -261,16 +266,17 @@ def read_event(
         EngineError: the server failed.
     """
     meta = event["meta_info"]
+    reason = meta["finish_reason"]
+    # Before the tokens: a refused request may have one, without its log-prob.
+    if reason is not None and (status := reason.get("status_code")) is not None:
+        raise_refusal(GENERATE, status, reason["message"])
     # After an abort SGLang repeats tokens behind the new ones.
     new = meta["completion_tokens"] - len(sampled)
     logprobs = [entry[0] for entry in (meta.get("output_token_logprobs") or ())[:new]]
     sampled.extend(event["output_ids"][:new], logprobs, meta.get("weight_versions") or ())
-    reason = meta["finish_reason"]
     if reason is None:
         return None
     finish = FinishReason(reason["type"])
-    if finish is FinishReason.ABORT and (status := reason.get("status_code")) is not None:
-        raise_refusal(GENERATE, status, reason["message"])
     if finish is FinishReason.LENGTH and sampled.tokens[-1] in request.sampling.stop_token_ids:
         return FinishReason.STOP  # SGLang checks the length before the stop tokens
     return finish

@@ -99,6 +99,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         threads: CPU threads of the server's computation.
         gpus: number of GPUs; 0: compute on the CPU.
         shares_gpus: a trainer has the GPUs while the engine sleeps.
+        enforces_formats: take requests with a `structural_tag`. The folder needs a tokenizer then.
 
     Raises:
         ValueError: `config` has an option that another field decides.
@@ -118,6 +119,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         threads: int = 1,
         gpus: int = 0,
         shares_gpus: bool = False,
+        enforces_formats: bool = False,
     ) -> None:
         self._server = VllmServer(
             folder,
@@ -129,7 +131,9 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             threads,
             gpus,
             shares_gpus,
+            enforces_formats,
         )
+        self.enforces_formats = enforces_formats
         self._version = version
         self._restart_on_update = restart_on_update
         self._in_flight: dict[str, _InFlight] = {}
@@ -472,6 +476,8 @@ def to_vllm(request: GenerationRequest, server_id: str, interval: int) -> dict[s
         interval: number of new tokens after which the server sends them.
     """
     sampling = request.sampling
+    tag = sampling.structural_tag
+    formats = {} if tag is None else {"structured_outputs": {"structural_tag": tag}}
     return {
         "request_id": server_id,
         "token_ids": request.prompt_tokens.tolist(),
@@ -488,6 +494,7 @@ def to_vllm(request: GenerationRequest, server_id: str, interval: int) -> dict[s
             "logprobs": 0,
             "detokenize": False,
             "stream_interval": interval,
+            **formats,
             "extra_args": {
                 "seed": request.seed & SEED_BITS,
                 "sampled": request.sampled,

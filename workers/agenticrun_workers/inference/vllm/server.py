@@ -117,6 +117,7 @@ class VllmServer:
     threads: int
     gpus: int
     shares_gpus: bool
+    enforces_formats: bool = False
     flags: list[str] = field(init=False)
     max_requests: int = field(init=False)
     """Number of requests that the server computes at once."""
@@ -132,6 +133,7 @@ class VllmServer:
             config=self.config,
             gpu=self.gpus > 0,
             shares_gpus=self.shares_gpus,
+            enforces_formats=self.enforces_formats,
         )
         object.__setattr__(self, "flags", flags)
         object.__setattr__(self, "max_requests", max_requests(self.config))
@@ -175,10 +177,11 @@ class VllmServer:
         )
 
 
-def defaults(*, gpu: bool, shares_gpus: bool) -> dict[str, Any]:
+def defaults(*, gpu: bool, shares_gpus: bool, enforces_formats: bool = False) -> dict[str, Any]:
     """Return the options that `strategy.config` may replace."""
     common = {
-        "skip_tokenizer_init": True,
+        # Prompts and responses are token ids. Only formats are about text.
+        "skip_tokenizer_init": not enforces_formats,
         "disable_uvicorn_access_log": True,
         "max_num_seqs": MAX_REQUESTS,
         "scheduling_policy": "priority",
@@ -205,6 +208,7 @@ def server_flags(
     config: Mapping[str, Any],
     gpu: bool,
     shares_gpus: bool = False,
+    enforces_formats: bool = False,
 ) -> list[str]:
     """Return all flags but host and port.
 
@@ -213,7 +217,8 @@ def server_flags(
     """
     if dtype not in DTYPES:
         raise ValueError(f"spec.model.dtype {dtype}: vLLM computes with {' or '.join(DTYPES)}")
-    passed = command_line(config, OWNED, defaults(gpu=gpu, shares_gpus=shares_gpus), negatable=True)
+    ours = defaults(gpu=gpu, shares_gpus=shares_gpus, enforces_formats=enforces_formats)
+    passed = command_line(config, OWNED, ours, negatable=True)
     return [
         *(
             "--model",
