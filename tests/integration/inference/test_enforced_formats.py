@@ -64,7 +64,7 @@ ARGUMENTS: dict[str, Any] = {
         "text": {"type": "string"},
         "count": {"type": "integer"},
         "side": {"enum": ["left", "right"]},
-        "more": {"type": "array", "items": {"type": "number"}},
+        "more": {"type": "array", "items": {"type": "boolean"}},
     },
     "required": ["text", "count", "side"],
     "additionalProperties": False,
@@ -72,7 +72,7 @@ ARGUMENTS: dict[str, Any] = {
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "add", "parameters": ARGUMENTS, "strict": True}}
 ]
-VALUES = {"text": "a b", "count": -3, "side": "left", "more": [1, 2.5]}
+VALUES = {"text": "a b", "count": -3, "side": "left", "more": [True, False]}
 JSON = json.dumps(VALUES)
 
 

@@ -50,6 +50,35 @@ def calls(answer: ParsedAnswer) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in answer.calls]
 
 
+@pytest.mark.parametrize("family", ["qwen_xml", "glm", "muse"])
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"enum": ["left", "right"]}, "left"),
+        ({"const": "left"}, "left"),
+        ({"$ref": "#/$defs/Side"}, "left"),
+        ({"enum": ["left", "\n\n left \n\n"]}, "\n\n left \n\n"),
+        ({"type": "string"}, "\n\n left \n\n"),
+    ],
+)
+def test_space_around_a_text_that_the_schema_lists_is_no_part_of_it(
+    family: str, schema: dict[str, Any], value: str
+) -> None:
+    parameters = {"properties": {"side": schema}, "$defs": {"Side": {"enum": ["left"]}}}
+    tool = {"type": "function", "function": {"name": "turn", "parameters": parameters}}
+    text = {
+        "qwen_xml": "<tool_call>\n<function=turn>\n<parameter=side>\n\n\n left \n\n\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "glm": "<tool_call>turn\n<arg_key>side</arg_key>\n<arg_value>\n\n left \n\n</arg_value>\n"
+        "</tool_call>",
+        "muse": 'to=functions.turn<|message|><atem:function_calls><atem:invoke name="turn">'
+        '<atem:parameter name="side">\n\n left \n\n</atem:parameter></atem:invoke>'
+        "</atem:function_calls>",
+    }[family]
+    (call,) = reader(family).read(text, ended=True, tools=[tool]).calls
+    assert json.loads(call.arguments) == {"side": value}
+
+
 XML = (
     "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=s>\n1\n</parameter>\n"
     "</function>\n</tool_call>"

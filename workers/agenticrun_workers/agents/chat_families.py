@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agenticrun_workers.agents.json_schema import types_of
+from agenticrun_workers.agents.json_schema import listed_values, types_of
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import (
@@ -433,6 +433,8 @@ class AnswerReader:
         if tools:
             self._check_delimiters(text, [*events, *last], last, ended)
             calls = tuple(_calls(message.get(CALLS, []), tools))
+            if self.family.argument is not None:
+                calls = tuple(_without_space(call, tools) for call in calls)
             if self.family.opening and self.family.opening in content:
                 raise _Malformed(f"{self.family.opening} begins no well-formed tool call")
         elif message.get(CALLS):
@@ -520,6 +522,26 @@ def _call(value: Any, tools: Tools) -> ParsedCall:
     except UnicodeEncodeError:  # half of a surrogate pair: only its escape can be sent
         text = json.dumps(arguments)
     return ParsedCall(name, text)
+
+
+def _without_space(call: ParsedCall, tools: Tools) -> ParsedCall:
+    """Return a call without the space around texts that the schema lists.
+
+    Between tags it means nothing there, and grammars of engines allow it.
+    """
+    named = [function for tool in tools if (function := tool.get("function"))]
+    root = next((each.get("parameters") for each in named if each.get("name") == call.name), None)
+    known = root.get("properties") if isinstance(root, Mapping) else None
+    arguments, changed = json.loads(call.arguments), False
+    for key, value in arguments.items():
+        listed = listed_values(known.get(key), root) if isinstance(known, Mapping) else []
+        if isinstance(value, str) and value not in listed and value.strip() in listed:
+            arguments[key], changed = value.strip(), True
+    if not changed:
+        return call
+    # Half of a surrogate pair stays an escape.
+    text = json.dumps(arguments, ensure_ascii=call.arguments.isascii())
+    return ParsedCall(call.name, text)
 
 
 def _nesting(value: Any) -> int:

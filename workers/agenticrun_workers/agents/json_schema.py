@@ -93,6 +93,19 @@ def types_of(schema: Schema, root: Schema) -> list[str]:
     return [] if _is_ambiguous(listed) else [*dict.fromkeys(found)]
 
 
+def listed_values(schema: Schema, root: Schema) -> list[Any]:
+    """Return the values that a schema lists, none if it lists none. It may be a reference."""
+    if isinstance(schema, Mapping) and "$ref" in schema:
+        try:
+            schema = resolved(root, schema["$ref"])
+        except KeyError:
+            return []
+    if not isinstance(schema, Mapping):
+        return []
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return values if isinstance(values, list) else []
+
+
 def _is_ambiguous(values: Sequence[Any]) -> bool:
     """Return True if a listed text would be read as a value of another listed type."""
     texts = [each for each in values if isinstance(each, str)]
