@@ -173,7 +173,7 @@ def test_uniforms_are_uniform_and_unrelated_between_neighbouring_seeds_and_indic
         max_size=5,
     )
 )
-@example([(0, 0, 0), (1, 0, 5), (2**63 - 1, 7, 0), (2**63, 2**31, -3), (2**64 - 1, 123_456, 9)])
+@example([(0, 0, 0), (1, 0, 5), (2**63 - 1, 7, 0), (2**63, 2**31 - 1, -3), (2**64 - 1, 123_456, 9)])
 def test_uniforms_are_those_of_splitmix64_on_the_host_and_on_a_device(
     requests: list[tuple[int, int, int]],
 ) -> None:
@@ -182,8 +182,10 @@ def test_uniforms_are_those_of_splitmix64_on_the_host_and_on_a_device(
     streams_B = streams(seeds, starts)
     counted = [index + start for _, index, start in requests]
     assert uniforms_on_device(streams_B, counted, CPU).tolist() == expected
-    found_B = uniforms(torch.from_numpy(streams_B), torch.tensor(counted))
-    assert (found_B.dtype, found_B.tolist()) == (torch.float64, expected)
+    for dtype in (torch.int64, torch.int32):
+        numbers_B = torch.tensor(counted, dtype=dtype)
+        found_B = uniforms(torch.from_numpy(streams_B), numbers_B)
+        assert (found_B.dtype, found_B.tolist()) == (torch.float64, expected)
 
 
 def sums_of_the_whole_vocabulary(weights_BV: torch.Tensor, uniforms_B: torch.Tensor) -> list[int]:

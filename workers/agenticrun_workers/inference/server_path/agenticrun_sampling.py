@@ -63,7 +63,7 @@ def uniforms(streams_B: Tensor, numbers_B: Tensor) -> Tensor:
 
     Args:
         streams_B: `streams`, int64 [B].
-        numbers_B: numbers of the tokens, counted from the request's `starts`, int64 [B].
+        numbers_B: numbers of the tokens, counted from the request's `starts`, integers [B].
 
     Returns:
         float64 [B].
@@ -71,7 +71,7 @@ def uniforms(streams_B: Tensor, numbers_B: Tensor) -> Tensor:
     if streams_B.is_cuda:
         bits_B = _kernel()(streams_B, numbers_B)
     else:
-        bits_B = _shift(_mix(streams_B + numbers_B * _GAMMA), 11)
+        bits_B = _shift(_mix(torch.add(streams_B, numbers_B, alpha=_GAMMA)), 11)
     # The product is float64 at once, because the factor is a tensor of that type.
     return bits_B * torch.scalar_tensor(_UNIT, dtype=torch.float64)
 
