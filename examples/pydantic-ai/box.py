@@ -17,6 +17,7 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 COLOURS = ("red", "green", "blue")
+QUESTION = "Which colour?"
 TLS = ssl.create_default_context()
 """Shared by all clients: each would read the certificates again, which takes 50 ms."""
 
@@ -28,7 +29,7 @@ class Box:
     instruction = "Look into the box."
 
     def reset(self, seed: int, split: str) -> str:
-        return "Which colour?"
+        return QUESTION
 
     def step(self, action: str) -> None:
         raise NotImplementedError("the agent returns its reward")
@@ -39,7 +40,9 @@ class Box:
         return ['<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>', *answers]
 
     def vocabulary(self) -> list[str]:
-        return [*self.valid_actions(), *COLOURS, "look()\n", *string.printable]
+        # Whole sentences are one token each: in a short prompt the colour is found sooner.
+        sentences = [self.instruction, QUESTION, "look()\n"]
+        return [*self.valid_actions(), *COLOURS, *sentences, *string.printable]
 
 
 class Answer(BaseModel):
