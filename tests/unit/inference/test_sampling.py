@@ -216,6 +216,14 @@ def test_a_token_without_weight_is_never_sampled() -> None:
         assert tokens.tolist() == [BLOCK + 5, 7, 3 * BLOCK - 1]
 
 
+def test_a_share_of_a_block_that_rounds_to_all_of_it_ends_at_its_last_weight() -> None:
+    weights_BV = torch.zeros(1, 3 * BLOCK)
+    # The sums before and after the second block are 1.5 and 2 ulp beside its weight: ties.
+    weights_BV[0, 7], weights_BV[0, BLOCK + 5] = 3 * 2.0**-53, 1 + 2.0**-23
+    tokens = sample(weights_BV, torch.tensor([MOST], dtype=torch.float64))
+    assert tokens.tolist() == [BLOCK + 5]
+
+
 def test_a_row_of_nan_still_gets_a_token_of_the_vocabulary() -> None:
     """An index beyond it would end the process on a GPU."""
     tokens = sample(torch.full((1, BLOCK + 1), torch.nan), torch.tensor([0.5], dtype=torch.float64))
