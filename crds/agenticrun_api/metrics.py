@@ -515,7 +515,13 @@ SECTIONS = (
                 "time/<phase>",
                 "s",
                 "`val` validation, `old_log_probs_values` scoring, `credit`, `handover` of "
-                "shared GPUs to the trainers, `checkpoint` (in the next step)",
+                "shared GPUs to the trainers, `checkpoint` (in the next step), while ranks "
+                "copy their state",
+            ),
+            Metric(
+                "checkpoint/seconds",
+                "s",
+                "from a save to its complete checkpoint",
             ),
             Metric(
                 "train/idle/<phase>",

@@ -8,6 +8,7 @@ from pathlib import Path
 WALL_CLOCK = (
     "time",
     "system/tps",
+    "checkpoint/seconds",
     "weight_sync/seconds",
     "weight_sync/pause_seconds",
     "train/tokens_per_second",

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from agenticrun_workers.models.pretrained import load_model, write_model
+from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.samples import Sample
@@ -208,8 +209,10 @@ def resume(policy: Any, folder: Path, steps: list[list[Sample]]) -> dict[str, np
 
 
 def save_after(policy: Any, count: int, folder: Path, steps: list[list[Sample]]) -> None:
-    """Train so many steps, which become the policy's version, and save."""
+    """Train so many steps, which become the policy's version, and save while training continues."""
     for number in range(count):
         run_step(policy, steps, number)
     policy.policy_version = count
-    policy.save(str(folder))
+    taken = policy.snapshot()
+    run_step(policy, steps, count)
+    checkpoint.save(str(folder), taken)

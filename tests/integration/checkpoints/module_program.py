@@ -6,8 +6,12 @@ As a program it is one rank. Its arguments are tasks: `train=FOLDER`, `resume=FO
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,9 +20,11 @@ from torch import nn
 
 from agenticrun_workers.storage import Folder
 from agenticrun_workers.trainer import checkpoint
+from agenticrun_workers.trainer.checkpoint import HostBuffers, Snapshot, SnapshotWriter
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, shard
 from agenticrun_workers.trainer.ranks import Ranks, whole
 from rank_programs import take_part
+from waiting import eventually
 
 STEPS = 6
 SAVED_AT = 3
@@ -54,6 +60,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.05, weight_decay=0.1)
         torch.manual_seed(1000 + self._ranks.rank)
         self.progress = {"steps": 0}
+        self.buffers = HostBuffers()
 
     def step(self) -> None:
         draw = torch.Generator().manual_seed(self.progress["steps"])
@@ -64,8 +71,14 @@ class Trainer:
         self.optimizer.zero_grad()
         self.progress["steps"] += 1
 
+    def snapshot(self) -> Snapshot:
+        return checkpoint.snapshot(self.module, self.optimizer, self.progress, self.buffers)
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        return checkpoint.reserve(self.module, self.optimizer, self.buffers)
+
     def save(self, folder: str) -> None:
-        checkpoint.save(folder, self.module, self.optimizer, self.progress)
+        checkpoint.save(folder, self.snapshot())
 
     def load(self, folder: str) -> None:
         self.progress = checkpoint.load(folder, self.module, self.optimizer, self.progress)
@@ -94,8 +107,13 @@ def run(task: str, folder: str) -> Seen:
         while trainer.progress["steps"] < SAVED_AT:
             trainer.step()
         torch.rand(3)
-        trainer.save(folder)
-        return trainer.finish()
+        with closing(SnapshotWriter()) as writer, patch.object(checkpoint, "save", slow_save):
+            writer.reserve(trainer)
+            writer.write("module", trainer, folder)
+            seen = trainer.finish()
+            assert not writer.is_durable("module")
+            eventually(lambda: writer.is_durable("module"), 60, "it is written")
+        return seen
     if task == "damage":
         trainer.save(folder)
         if dist.get_rank() == 0:
@@ -108,6 +126,12 @@ def run(task: str, folder: str) -> Seen:
     except Exception as error:
         return Seen(before, trainer.weights(), [], {}, f"{type(error).__name__}: {error}")
     return trainer.finish()
+
+
+def slow_save(*arguments: Any, save: Callable[..., None] = checkpoint.save) -> None:
+    """Write, while the ranks train on."""
+    time.sleep(1.0)
+    save(*arguments)
 
 
 def main(*tasks: str) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.storage import Folder
 from agenticrun_workers.trainer import checkpoint
+from module_savers import save_whole
 
 
 class Module:
@@ -34,8 +35,14 @@ class Module:
         self.optimizer.zero_grad()
         self.steps += 1
 
+    def snapshot(self) -> checkpoint.Snapshot:
+        return checkpoint.snapshot(self.network, self.optimizer, {"steps": self.steps})
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        raise AssertionError("no memory is reserved")
+
     async def save(self, folder: str) -> None:
-        checkpoint.save(folder, self.network, self.optimizer, {"steps": self.steps})
+        checkpoint.save(folder, self.snapshot())
 
     async def load(self, folder: str) -> None:
         self.steps = checkpoint.load(folder, self.network, self.optimizer, {})["steps"]
@@ -56,7 +63,9 @@ class Attempt:
         for step in range(begin + 1, end + 1):
             for module in self.modules.values():
                 module.step()
-            await self.store.save(DriverState(step, step * 4, (), parts={"cursor": step}), saves)
+            await save_whole(
+                self.store, DriverState(step, step * 4, (), parts={"cursor": step}), saves
+            )
 
     async def resume(self, resume: str = "Auto") -> int:
         found = await self.store.restore(
@@ -130,23 +139,43 @@ async def test_missing_credentials_are_a_config_error_that_names_the_variables(
 
 DYING = """
 import asyncio, sys, time
+from contextlib import contextmanager
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.storage import Folder
+from agenticrun_workers.trainer.checkpoint import SnapshotWriter
+from test_store import Module
 
-async def shard(folder):
-    Folder(folder).write("shard", b"whole")
+create = Folder.create
 
-async def half(folder):
-    with Folder(folder).create("shard") as file:
+@contextmanager
+def half(folder, name):
+    with create(folder, name) as file:
         file.write(b"half")
         file.flush()
         print("writing", flush=True)
         time.sleep(600)
+        yield file
 
 async def main():
-    store = CheckpointStore(sys.argv[1], "uid-1", keep=2)
-    await store.save(DriverState(1, 4, ()), {"actor_train": shard})
-    await store.save(DriverState(2, 8, ()), {"actor_train": half, "critic": shard})
+    module, writer = Module(0), SnapshotWriter()
+
+    async def save(folder):
+        writer.write("actor_train", module, folder)
+
+        async def is_durable():
+            return writer.is_durable("actor_train")
+
+        return is_durable
+
+    store = CheckpointStore(sys.argv[1], "uid-1", keep=1)
+    module.step()
+    await (await store.save(DriverState(1, 4, ()), {"actor_train": save}))
+    module.step()
+    Folder.create = half
+    saving = asyncio.create_task(await store.save(DriverState(2, 8, ()), {"actor_train": save}))
+    while True:
+        module.step()
+        await asyncio.sleep(0.01)
 
 asyncio.run(main())
 """
@@ -157,7 +186,8 @@ async def test_a_driver_killed_while_it_saves_leaves_the_checkpoint_before(
     place: str, s3: str, tmp_path: Path
 ) -> None:
     base = Folder(f"{s3}/killed" if place == "s3" else tmp_path)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    paths = [str(Path(__file__).parent), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     driver = subprocess.Popen(
         [sys.executable, "-c", DYING, base.uri], stdout=subprocess.PIPE, text=True, env=environment
     )
@@ -168,15 +198,10 @@ async def test_a_driver_killed_while_it_saves_leaves_the_checkpoint_before(
         driver.kill()
         driver.communicate(timeout=60)
 
-    async def loads(folder: str) -> None:
-        assert Folder(folder).read("shard") == b"whole"
-
-    async def saves(folder: str) -> None:
-        Folder(folder).write("shard", b"whole")
-
-    store = CheckpointStore(base.uri, "uid-1", keep=2)
-    found = await store.restore("Auto", {"actor_train": loads})
-    assert found is not None
-    assert found[1].step == 1
-    await store.save(DriverState(3, 12, ()), {"actor_train": saves})
+    expected, attempt = Module(0), Attempt(base.uri, seed=5)
+    expected.step()
+    del attempt.modules["critic"]
+    assert await attempt.resume() == 1
+    assert attempt.weights() == {"actor_train": expected.network.weight.tolist()}
+    await attempt.train(2, 3)
     assert sorted(base.folders()) == ["step-1", "step-3"]

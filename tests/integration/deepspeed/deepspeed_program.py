@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from agenticrun_workers.models.pretrained import load_model
+from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.deepspeed.strategy import deepspeed_policy
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
@@ -118,12 +119,14 @@ def train(
     for step in range(STEPS if resume else 0, steps):
         if step == STEPS and save is not None:
             policy.policy_version = STEPS
-            policy.save(str(save))
+            taken = policy.snapshot()
         if offload:
             policy.offload()
             policy.onload()
         mine = part(batches[step], policy, step)
         metrics.append(policy.supervised_step(mine) if step == 1 else policy.train_step(mine, LOSS))
+    if save is not None:  # the state of STEPS, though training has continued
+        checkpoint.save(str(save), taken)
     mine = part(batches[0], policy, 1)
     logprobs = policy.compute_log_probs(mine)
     return {
@@ -194,7 +197,7 @@ def two_ranks(model: Path, work: Path) -> dict[str, Any]:
     for name, (config, dtype) in VARIANTS.items():
         policy = make_zero(model, config, dtype)
         results[name] = train(policy, model, steps=STEPS, offload=True)
-        policy.save(str(work / name))
+        checkpoint.save(str(work / name), policy.snapshot())
     results["from torch"] = train(make_zero(model, zero(3)), model, resume=work / "torch")
     results["from zero 1 on one rank"] = train(
         make_zero(model, zero(3)), model, resume=work / "zero1-by-1"

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agenticrun_workers.models.pretrained import load_model
+from agenticrun_workers.trainer import checkpoint
 from ragged_samples import largest_difference, make_model
 from rank_programs import launch, load
 
@@ -39,7 +40,7 @@ def reference(program: ModuleType, work: Path) -> Runs:
     model = make_model(work / "model")
     narrow = program.make_torch(model, torch.bfloat16)
     bfloat16 = program.train(narrow, model, steps=program.STEPS)
-    narrow.save(str(work / "bfloat16 torch"))
+    checkpoint.save(str(work / "bfloat16 torch"), narrow.snapshot())
     policy = program.make_torch(model)
     return {
         "gradients": program.gradients(policy, model),

@@ -19,6 +19,7 @@ SMALL_MODEL = {"hiddenSize": 16, "layers": 1, "heads": 2, "intermediateSize": 32
 WALL_CLOCK = (
     "time",
     "system/",
+    "checkpoint/seconds",
     "weight_sync/",
     "engine/",
     "rollout/utilization",

@@ -31,9 +31,10 @@ KILLS = int(os.environ.get("AGENTICRUN_DETERMINISTIC_KILLS", "2"))
 
 pytestmark = pytest.mark.timeout(600 * (KILLS + 1))
 
-STEPS = 8 if KILLS <= 2 else 60
-AFTER_STEPS = range(3, 3 + 2 * KILLS, 2)
-"""When it is killed: each time there is a newer checkpoint, since `saveSteps` is 2."""
+STEPS = 10 if KILLS <= 2 else 60
+AFTER_STEPS = range(5, 5 + 2 * KILLS, 2)
+"""When it is killed. `saveSteps` is 2, and a save ends before the next one, so two steps before it
+there is a checkpoint."""
 
 STEP = re.compile(r"\bstep (\d+)/")
 

@@ -24,10 +24,12 @@ from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
 from agenticrun_workers.driver.export import first_model
+from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.trainer.strategies import build_strategy
 from fake_hub import TOKEN, fake_hub
+from module_savers import save_whole
 from preloaded import environment, executable
 from tiny_runs import tiny_document
 
@@ -60,10 +62,10 @@ class Trained:
         store = CheckpointStore(self.checkpoints, "local", 2)
 
         async def save(module: str) -> None:
-            self.strategy.save(module)
+            checkpoint.save(module, self.strategy.snapshot())
 
         for step in (2, 5):
-            asyncio.run(store.save(DriverState(step, 0, ()), {"actor_train": save}))
+            asyncio.run(save_whole(store, DriverState(step, 0, ()), {"actor_train": save}))
 
     def export(self, *arguments: str) -> tuple[int, str]:
         """Exit code and output of `agenticrun export`, in this process."""

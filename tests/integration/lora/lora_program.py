@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from agenticrun_workers.models.lora import LoraSpec, adapter_names, add_lora, merge
 from agenticrun_workers.models.pretrained import ModelLoader
 from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.deepspeed.strategy import DeepSpeedStrategy, deepspeed_policy
 from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
@@ -110,7 +111,7 @@ def train(policy: PolicyTrainer, model: Path, work: Path, name: str) -> dict[str
     found: dict[str, Any] = {"gradients": policy.gradients(part(batches[0], policy), LOSS)}
     for step, samples in enumerate(batches):
         if step == STEPS:
-            policy.save(str(work / name))
+            checkpoint.save(str(work / name), policy.snapshot())
         policy.train_step(part(samples, policy), LOSS)
     policy.export_folder(work / f"exported {name}", {})
     return found | {"weights": weights(policy), "expanded": expanded(policy), "base": base(policy)}

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.critic import CriticTrainer
 from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, FsdpOptions, fsdp2_policy
@@ -122,7 +123,7 @@ def steps(
         policy.offload()
         policy.onload()
     if folder is not None:
-        policy.save(str(folder))
+        checkpoint.save(str(folder), policy.snapshot())
     logprobs = policy.compute_log_probs(mine[0])
     assert isinstance(policy.strategy, Fsdp2Strategy)
     return {

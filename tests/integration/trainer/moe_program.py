@@ -15,6 +15,7 @@ from agenticrun_workers.models.initialize import InitializeSpec, initialize_mode
 from agenticrun_workers.models.lora import LoraSpec, add_lora
 from agenticrun_workers.models.pretrained import ModelLoader, load_model
 from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
@@ -118,7 +119,7 @@ def resumed(model: Path, folder: Path, name: str = "packed") -> bool:
     first = policy_of(model, name)
     share = mine(samples, first)
     first.train_step(share, LOSS)
-    first.save(str(folder))
+    checkpoint.save(str(folder), first.snapshot())
     first.train_step(share, LOSS)
     second = policy_of(model, name)
     second.load(str(folder))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from agenticrun_workers.models.pretrained import ModelLoader, load_model
 from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.critic import CriticTrainer
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
@@ -96,8 +97,7 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
                 (name, torch.from_numpy(weight))
                 for name, weight in everywhere(weights(policy)).items()
             )
-            for name, trained in parts.items():
-                trained.save(str(save / name))
+            taken = {name: trained.snapshot() for name, trained in parts.items()}
         mine = part(batches[step], rank, world)
         if step == 2:
             check_nothing_to_learn(policy, critic, mine)
@@ -105,6 +105,9 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
         if step == 1:
             policy.end_warm_up()
         metrics.append({**actor, **critic.train_step(mine, VALUE_LOSSES["clipped"])})
+    if save is not None:  # the state of STEPS, though training has continued
+        for name, snapshot in taken.items():
+            checkpoint.save(str(save / name), snapshot)
     mine = part(batches[0], rank, world)
     logprobs = [*policy.compute_log_probs(mine), *reference.compute_log_probs(mine)]
     values = [np.append(v.values_T, v.final) for v in critic.compute_values(mine)]

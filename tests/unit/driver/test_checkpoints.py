@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import uuid
@@ -22,11 +23,13 @@ from agenticrun_workers.driver.checkpoints import (
     CheckpointNotSaved,
     CheckpointStore,
     DriverState,
+    IsDurable,
     cluster_folders,
     folder_of,
 )
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.storage import MODULE_RECORD, DamagedFile, FileEntry, Folder
+from module_savers import save_whole
 from runs import run_with
 
 
@@ -94,13 +97,13 @@ async def restored_step(store: CheckpointStore, resume: str = "Auto") -> int | N
 
 
 async def test_a_saved_state_is_read_back(base: Folder) -> None:
-    saved = await a_store(base).save(state(10), SAVE)
+    saved = await save_whole(a_store(base), state(10), SAVE)
     assert await a_store(base).restore("Auto", LOAD) == (saved, state(10))
     assert a_store(base).newest() == saved
 
 
 async def test_each_module_has_a_folder_of_its_own(base: Folder) -> None:
-    saved = await a_store(base).save(state(10), SAVE)
+    saved = await save_whole(a_store(base), state(10), SAVE)
     loaded: list[str] = []
 
     async def note(folder: str) -> None:
@@ -116,13 +119,13 @@ async def test_nothing_saved_begins_anew(base: Folder) -> None:
 
 async def test_a_save_that_dies_half_way_is_never_picked_and_is_overwritten(base: Folder) -> None:
     store = a_store(base)
-    first = await store.save(state(10), SAVE)
+    first = await save_whole(store, state(10), SAVE)
     with pytest.raises(Killed):
-        await store.save(state(20), SAVE | {"critic": killed})
+        await save_whole(store, state(20), SAVE | {"critic": killed})
     assert a_store(base).newest() == first
     again = a_store(base)
     assert await restored_step(again) == 10
-    await again.save(state(20), SAVE)
+    await save_whole(again, state(20), SAVE)
     assert await restored_step(a_store(base)) == 20
 
 
@@ -135,14 +138,14 @@ async def test_the_manifest_is_written_last(base: Folder, monkeypatch: pytest.Mo
         return write(folder, name, data)
 
     monkeypatch.setattr(Folder, "write", noted)
-    await a_store(base).save(state(10), SAVE)
+    await save_whole(a_store(base), state(10), SAVE)
     assert written[-1] == "manifest.json"
 
 
 async def test_the_manifest_names_the_run_the_modules_and_every_file_with_its_checksum(
     base: Folder,
 ) -> None:
-    saved = Folder((await a_store(base).save(state(10), SAVE)).folder)
+    saved = Folder((await save_whole(a_store(base), state(10), SAVE)).folder)
     manifest = json.loads(saved.read("manifest.json"))
     assert (manifest["runUid"], manifest["step"]) == ("uid-1", 10)
     assert manifest["modules"] == {"actor_train": {"ranks": 1}, "critic": {"ranks": 1}}
@@ -194,7 +197,7 @@ async def test_auto_falls_back_to_the_newest_undamaged_one_and_says_so(
 ) -> None:
     store = a_store(base, keep=3)
     for step in (10, 20, 30):
-        damage_me = await store.save(state(step), SAVE)
+        damage_me = await save_whole(store, state(step), SAVE)
     damage(damage_me, kind)
     with caplog.at_level(logging.INFO):
         assert await restored_step(a_store(base)) == 20
@@ -206,7 +209,7 @@ async def test_auto_falls_back_to_the_newest_undamaged_one_and_says_so(
 async def test_if_all_are_damaged_the_run_does_not_silently_begin_anew(
     base: Folder, kind: str
 ) -> None:
-    damage(await a_store(base).save(state(10), SAVE), kind)
+    damage(await save_whole(a_store(base), state(10), SAVE), kind)
     with pytest.raises(
         InvalidConfig,
         match=rf"spec\.checkpoint\.resume: .*{NAMED[kind.split()[1]]}.* set Never to start over",
@@ -218,8 +221,8 @@ async def test_a_named_checkpoint_that_is_damaged_is_a_config_error_that_names_t
     base: Folder,
 ) -> None:
     store = a_store(base)
-    await store.save(state(10), SAVE)
-    second = await store.save(state(20), SAVE)
+    await save_whole(store, state(10), SAVE)
+    second = await save_whole(store, state(20), SAVE)
     damage(second, "altered shard")
     with pytest.raises(
         InvalidConfig, match=r"step-20/critic/rank-0.pt was altered: its checksum is"
@@ -228,7 +231,7 @@ async def test_a_named_checkpoint_that_is_damaged_is_a_config_error_that_names_t
 
 
 async def test_a_checkpoint_of_another_format_is_refused_by_its_number(base: Folder) -> None:
-    saved = await a_store(base).save(state(10), SAVE)
+    saved = await save_whole(a_store(base), state(10), SAVE)
     manifest = json.loads(Folder(saved.folder).read("manifest.json"))
     Folder(saved.folder).write("manifest.json", json.dumps({**manifest, "format": 99}).encode())
     with pytest.raises(InvalidConfig, match="has format 99; this version of AgenticRun reads 2"):
@@ -237,8 +240,8 @@ async def test_a_checkpoint_of_another_format_is_refused_by_its_number(base: Fol
 
 async def test_another_model_is_no_damage_and_no_reason_to_fall_back(base: Folder) -> None:
     store = a_store(base)
-    await store.save(state(10), SAVE)
-    await store.save(state(20), SAVE)
+    await save_whole(store, state(10), SAVE)
+    await save_whole(store, state(20), SAVE)
 
     async def other_model(folder: str) -> None:
         raise InvalidConfig("spec.checkpoint.resume", "another model")
@@ -253,12 +256,12 @@ async def test_a_shard_that_vanishes_while_it_is_saved_publishes_nothing(base: F
         Folder(folder).remove("rank-0.pt")
 
     with pytest.raises(DamagedFile, match=r"actor_train/rank-0.pt is missing"):
-        await a_store(base).save(state(10), {"actor_train": vanishing})
+        await save_whole(a_store(base), state(10), {"actor_train": vanishing})
     assert a_store(base).newest() is None
 
 
 async def test_another_runs_checkpoint_is_taken_by_path_only(base: Folder) -> None:
-    other = await a_store(base).save(state(10), SAVE)
+    other = await save_whole(a_store(base), state(10), SAVE)
     store = a_store(base, "uid-2")
     assert await restored_step(store) is None
     assert await restored_step(store, "Never") is None
@@ -273,46 +276,46 @@ async def test_a_path_without_a_checkpoint_is_a_config_error(base: Folder) -> No
 async def test_the_newest_ones_are_kept(base: Folder) -> None:
     store = a_store(base)
     for step in (9, 10, 100):
-        await store.save(state(step), SAVE)
+        await save_whole(store, state(step), SAVE)
     assert sorted(base.folders()) == ["step-10", "step-100"]
 
 
 async def test_a_damaged_one_does_not_count_as_kept(base: Folder) -> None:
     store = a_store(base)
-    first = await store.save(state(10), SAVE)
-    damage(await store.save(state(20), SAVE), "short shard")
-    await store.save(state(30), SAVE)
+    first = await save_whole(store, state(10), SAVE)
+    damage(await save_whole(store, state(20), SAVE), "short shard")
+    await save_whole(store, state(30), SAVE)
     assert Folder(first.folder).exists("manifest.json")
 
 
 async def test_half_written_ones_are_cleared_away_by_the_next_save(base: Folder) -> None:
     (base / "step-15").write("actor_train/rank-0.pt", b"half")
     (base / "step-35").write("actor_train/rank-0.pt", b"half")
-    await a_store(base).save(state(20), SAVE)
+    await save_whole(a_store(base), state(20), SAVE)
     assert base.folders() == ["step-20"]
 
 
 async def test_other_runs_checkpoints_are_not_deleted(base: Folder) -> None:
     for uid, step in (("uid-1", 10), ("uid-3", 30), ("uid-2", 20)):
-        await a_store(base, uid, keep=1).save(state(step), SAVE)
+        await save_whole(a_store(base, uid, keep=1), state(step), SAVE)
     assert sorted(base.folders()) == ["step-10", "step-20", "step-30"]
 
 
 async def test_saving_a_step_again_keeps_what_is_there(base: Folder) -> None:
     store = a_store(base)
-    saved = await store.save(state(10), SAVE)
-    assert await store.save(state(10), {"actor_train": must_not_run}) == saved
+    saved = await save_whole(store, state(10), SAVE)
+    assert await save_whole(store, state(10), {"actor_train": must_not_run}) == saved
     resumed = a_store(base)
     await resumed.restore("Auto", LOAD)
-    assert await resumed.save(state(10), {"actor_train": must_not_run}) == saved
+    assert await save_whole(resumed, state(10), {"actor_train": must_not_run}) == saved
 
 
 async def test_a_run_that_goes_on_from_before_replaces_what_lies_ahead(base: Folder) -> None:
     store = a_store(base, keep=5)
-    saved = [await store.save(state(step), SAVE) for step in (10, 20, 30)]
+    saved = [await save_whole(store, state(step), SAVE) for step in (10, 20, 30)]
     resumed = a_store(base, keep=5)
     await resumed.restore(saved[0].folder, LOAD)
-    await resumed.save(replace(state(20), best_success=0.75), SAVE)
+    await save_whole(resumed, replace(state(20), best_success=0.75), SAVE)
     assert sorted(base.folders()) == ["step-10", "step-20"]
     found = await a_store(base).restore("Auto", LOAD)
     assert found is not None
@@ -322,10 +325,10 @@ async def test_a_run_that_goes_on_from_before_replaces_what_lies_ahead(base: Fol
 async def test_a_fresh_start_never_takes_an_older_attempts_checkpoint_for_its_own(
     base: Folder,
 ) -> None:
-    await a_store(base, keep=1).save(state(10), SAVE)
+    await save_whole(a_store(base, keep=1), state(10), SAVE)
     fresh = a_store(base, keep=1)
     await fresh.restore("Never", LOAD)
-    await fresh.save(replace(state(10), best_success=0.75), SAVE)
+    await save_whole(fresh, replace(state(10), best_success=0.75), SAVE)
     found = await a_store(base).restore("Auto", LOAD)
     assert found is not None
     assert found[1].best_success == 0.75
@@ -383,7 +386,7 @@ async def saved_by(
 ) -> Checkpoint:
     """A checkpoint that the run `<name>-<uid>` saved at this time."""
     monkeypatch.setattr(checkpoints, "rfc3339", lambda now: at)
-    return await a_store(root / run, run).save(state(step), SAVE)
+    return await save_whole(a_store(root / run, run), state(step), SAVE)
 
 
 async def test_a_run_goes_on_from_the_last_checkpoint_of_earlier_runs_of_its_name(
@@ -409,7 +412,7 @@ async def test_what_earlier_runs_saved_is_never_deleted(
     mine = a_store(base / "lake-00000002", "new", keep=1)
     await mine.restore("FromPreviousRun", LOAD)
     for step in (11, 12):
-        await mine.save(state(step), SAVE)
+        await save_whole(mine, state(step), SAVE)
     assert await a_store(base / "lake-00000003", "third").restore(earlier.folder, LOAD) is not None
 
 
@@ -435,7 +438,7 @@ async def test_a_restart_resumes_from_the_runs_own_newest_else_as_the_first_atte
     mine = base / "lake-00000002"
     found = await a_store(mine, "new").restore(resume, LOAD, restarted=True)
     assert found == (earlier, state(10))
-    own = await a_store(mine, "new").save(state(11), SAVE)
+    own = await save_whole(a_store(mine, "new"), state(11), SAVE)
     assert await a_store(mine, "new").restore(resume, LOAD, restarted=True) == (own, state(11))
     damage(own, "short shard")
     with pytest.raises(InvalidConfig, match="no checkpoint is undamaged"):
@@ -444,7 +447,7 @@ async def test_a_restart_resumes_from_the_runs_own_newest_else_as_the_first_atte
 
 async def test_a_restart_of_a_run_that_never_resumes_goes_on_from_its_own(base: Folder) -> None:
     assert await a_store(base).restore("Never", LOAD, restarted=True) is None
-    own = await a_store(base).save(state(10), SAVE)
+    own = await save_whole(a_store(base), state(10), SAVE)
     assert await a_store(base).restore("Never", LOAD, restarted=True) == (own, state(10))
 
 
@@ -478,9 +481,9 @@ async def test_a_full_disk_is_named_with_the_folder_and_earlier_checkpoints_stay
         raise error
 
     store = a_store(Folder(tmp_path))
-    await store.save(state(1), SAVE)
+    await save_whole(store, state(1), SAVE)
     with pytest.raises(CheckpointNotSaved) as caught:
-        await store.save(state(2), {"actor_train": full})
+        await save_whole(store, state(2), {"actor_train": full})
     message = str(caught.value)
     assert message.startswith(f"the checkpoint of step 2 cannot be written to {tmp_path}/step-2: ")
     assert "No space left on device" in message
@@ -496,4 +499,91 @@ async def test_other_errors_of_a_save_stay_as_they_are(tmp_path: Path) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await a_store(Folder(tmp_path)).save(state(2), {"actor_train": broken})
+        await save_whole(a_store(Folder(tmp_path)), state(2), {"actor_train": broken})
+
+
+class Ranks:
+    """A module whose ranks write in the background, until `error` or the end of `writing`."""
+
+    def __init__(self) -> None:
+        self.writing = True
+        self.error: Exception | None = None
+
+    async def save(self, folder: str) -> IsDurable:
+        Folder(folder).write("rank-0.pt", b"half")
+
+        async def is_durable() -> bool:
+            if self.error is not None:
+                raise self.error
+            if not self.writing:
+                await write_shard(folder)
+            return not self.writing
+
+        return is_durable
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    monkeypatch.setattr(checkpoints, "LONGEST_POLL_SECONDS", 0.001)
+    return Ranks()
+
+
+async def test_a_checkpoint_is_published_when_the_ranks_have_written_it(
+    base: Folder, ranks: Ranks
+) -> None:
+    store = a_store(base, keep=1)
+    before = await save_whole(store, state(10), SAVE)
+    saving = asyncio.create_task(await store.save(state(20), {"actor_train": ranks.save}))
+    await asyncio.sleep(0.05)
+    assert not saving.done()
+    assert a_store(base).newest() == before
+    assert await restored_step(a_store(base)) == 10
+    ranks.writing = False
+    assert (await saving).step == 20
+    assert await a_store(base).restore("Auto", {"actor_train": read_shard}) == (
+        await saving,
+        state(20),
+    )
+    assert base.folders() == ["step-20"]
+
+
+async def test_the_drivers_state_is_that_of_the_moment_when_the_ranks_copied_theirs(
+    base: Folder, ranks: Ranks
+) -> None:
+    now = state(10)
+    publishes = await a_store(base).save(now, {"actor_train": ranks.save})
+    now.baselines["val/A/warmup_success"] = 1.0
+    now.parts["kl"]["coef"] = 9.0
+    ranks.writing = False
+    assert (await publishes).driver_state() == state(10)
+
+
+async def test_a_driver_that_dies_while_ranks_write_leaves_the_checkpoint_before(
+    base: Folder, ranks: Ranks
+) -> None:
+    store = a_store(base, keep=1)
+    before = await save_whole(store, state(10), SAVE)
+    saving = asyncio.create_task(await store.save(state(20), {"actor_train": ranks.save}))
+    await asyncio.sleep(0.05)
+    saving.cancel()
+    await asyncio.wait([saving])
+    again = a_store(base, keep=1)
+    assert await again.restore("Auto", LOAD) == (before, state(10))
+    await save_whole(again, state(20), SAVE)
+    assert base.folders() == ["step-20"]
+
+
+async def test_a_write_that_fails_in_the_background_has_the_error_of_any_other(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    store = a_store(Folder(tmp_path))
+    before = await save_whole(store, state(1), SAVE)
+    publishes = await store.save(state(2), {"actor_train": ranks.save})
+    ranks.error = OSError(28, "No space left on device")
+    with pytest.raises(CheckpointNotSaved, match=r"of step 2 .*No space left.*MiB free"):
+        await publishes
+    publishes = await store.save(state(3), {"actor_train": ranks.save})
+    ranks.error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        await publishes
+    assert a_store(Folder(tmp_path)).newest() == before

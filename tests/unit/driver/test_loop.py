@@ -14,8 +14,15 @@ from agenticrun_api import Activity, Commands, LiveConfig, Pipeline, Progress
 from agenticrun_api.algorithm import Guards
 from agenticrun_api.pipeline import LIVE_FIELDS
 from agenticrun_api.spec import Tracking
+from agenticrun_workers.driver import checkpoints, loop
 from agenticrun_workers.driver.attempt import exit_code, report_of, summary
-from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState
+from agenticrun_workers.driver.checkpoints import (
+    CheckpointNotSaved,
+    CheckpointStore,
+    DriverState,
+    IsDurable,
+    SaveModule,
+)
 from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
 from agenticrun_workers.driver.loop import Loop, LoopParts, position_of
@@ -31,6 +38,7 @@ from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
 from agenticrun_workers.types import StopReason, Stream
 from agenticrun_workers.weights.sync import SyncReport
 from agenticrun_workers.weights.transports import Transport
+from module_savers import at_once
 from rollout_fakes import FakeBackend
 from waiting import eventually_in_loop
 
@@ -102,7 +110,7 @@ class Run:
         self.backend = LoggingBackend(self.events)
         self.sink = Sink()
         self.requests = Requests()
-        self.savers = {"actor_train": self.save}
+        self.savers: dict[str, SaveModule] = {"actor_train": at_once(self.save)}
         self.measured: Metrics = {"actor/pg_loss": 0.0}
         self.schedule_ended = False
         self.kl: float | None = None
@@ -716,6 +724,157 @@ async def test_checkpoints_come_when_due_and_when_asked_for(tmp_path: Path) -> N
         "save step-3",
         "save step-4",
     ]
+
+
+class SlowRanks:
+    """Ranks of a run that copy their state at once, and write until `error` or `free`."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.free = False
+        self.error: Exception | None = None
+        run.savers = {"actor_train": self.save}
+
+    async def save(self, folder: str) -> IsDurable:
+        await self.run.save(folder)
+
+        async def is_durable() -> bool:
+            if self.error is not None:
+                raise self.error
+            if self.free:
+                self.run.events.append(f"written {Path(folder).parent.name}")
+            return self.free
+
+        return is_durable
+
+
+@pytest.fixture
+def fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "FIRST_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(checkpoints, "LONGEST_POLL_SECONDS", 0.001)
+
+
+def saved_steps(run: Run) -> list[int]:
+    """The checkpoints that the snapshots report, each once."""
+    reported = [shown.checkpoint.step for shown in run.sink.snapshots if shown.checkpoint]
+    return [*dict.fromkeys(reported)]
+
+
+@pytest.mark.usefixtures("fast_polls")
+async def test_training_continues_while_ranks_write_and_the_next_save_waits_for_them(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, maxSteps=3, saveSteps=2, evalSteps=0)
+    ranks = SlowRanks(run)
+    running = asyncio.create_task(run.loop.run())
+    await eventually_in_loop(lambda: "sync 3" in run.events, 60, "it trains on")
+    await asyncio.sleep(0.05)
+    assert "save step-3" not in run.events
+    assert saved_steps(run) == []
+    assert run.sink.snapshots[-1].activity is Activity.CHECKPOINT
+    ranks.free = True
+    await running
+    saves = [event for event in run.events if event.endswith(("step-2", "step-3"))]
+    assert saves == ["save step-2", "written step-2", "save step-3", "written step-3"]
+    assert run.events.index("save step-2") < run.events.index("train version 3")
+    assert run.events.index("train version 3") < run.events.index("written step-2")
+    assert saved_steps(run) == [2, 3]
+
+
+@pytest.mark.usefixtures("fast_polls")
+async def test_the_step_in_which_a_checkpoint_is_published_says_how_long_it_took(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, maxSteps=3, saveSteps=1, evalSteps=0)
+    ranks = SlowRanks(run)
+    train_actor = run.train_actor
+
+    async def write_then_train(version: int, *, update: bool) -> Metrics:
+        if version == 2:
+            await asyncio.sleep(0.05)
+            ranks.free = True
+            await eventually_in_loop(lambda: saved_steps(run) == [1], 60, "step 1 is saved")
+        return await train_actor(version, update=update)
+
+    run.train_actor = write_then_train  # type: ignore[method-assign]
+    await run.loop.run()
+    first, second = [metrics for _, metrics in run.logged if "time/step" in metrics][:2]
+    assert "checkpoint/seconds" not in first
+    assert second["checkpoint/seconds"] > 0.05 > second["time/checkpoint"]
+
+
+@pytest.mark.usefixtures("fast_polls")
+@pytest.mark.parametrize("ends", ["stop", "guard"])
+async def test_a_run_that_is_stopped_ends_when_its_checkpoint_is_whole(
+    tmp_path: Path, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "FAILED_SAVE_SECONDS", 0.01)  # it has not failed
+    guards = {"minEntropy": 0.5, "patience": 2, "action": "Fail"} if ends == "guard" else {}
+    save_steps = 2 if ends == "guard" else 0
+    run = Run(tmp_path, maxSteps=9, saveSteps=save_steps, evalSteps=0, guards=guards)
+    run.measured = {"actor/entropy": 0.1}
+    run.backend.hold(5)  # of step 3
+    ranks = SlowRanks(run)
+    running = asyncio.create_task(run.loop.run())
+    await eventually_in_loop(lambda: "sync 2" in run.events or ends == "guard", 60, "step 3")
+    if ends == "stop":
+        run.requests.stop.set()
+    await eventually_in_loop(lambda: "save step-2" in run.events, 60, "it saves")
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    assert run.store.newest() is None
+    assert run.sink.snapshots[-1].activity is Activity.CHECKPOINT
+    ranks.free = True
+    with pytest.raises(StopRequested if ends == "stop" else GuardTripped):
+        await running
+    assert saved_steps(run) == [2]
+
+
+@pytest.mark.usefixtures("fast_polls")
+async def test_a_write_that_fails_ends_the_run_after_the_step_and_is_retried(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path, maxSteps=9, saveSteps=4, evalSteps=0)
+    SlowRanks(run).error = OSError(28, "No space left on device")
+    with pytest.raises(CheckpointNotSaved, match=r"the checkpoint of step 4 .*No space") as caught:
+        await run.loop.run()
+    assert "train version 5" in run.events
+    assert "train version 7" not in run.events, "it does not wait for the next save"
+    report = report_of(caught.value, run.loop._step)
+    assert (report.reason, report.retryable) == ("TrainingFailed", True)
+
+
+@pytest.mark.usefixtures("fast_polls")
+@pytest.mark.parametrize("written", [True, False])
+async def test_a_run_that_fails_leaves_its_ranks_a_little_time_to_write(
+    tmp_path: Path, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "FAILED_SAVE_SECONDS", 60.0 if written else 0.05)
+    run = Run(tmp_path, maxSteps=9, saveSteps=2, evalSteps=0)
+    ranks = SlowRanks(run)
+    run.backend.hold(5)  # of step 3
+    running = asyncio.create_task(run.loop.run())
+    await eventually_in_loop(lambda: "save step-2" in run.events, 60, "it saves")
+    await asyncio.sleep(0.05)
+    run.failure.set_exception(RolloutFailed("engines died"))
+    await asyncio.sleep(0.01)
+    ranks.free = written
+    with pytest.raises(RolloutFailed, match="engines died"):
+        await asyncio.wait_for(running, 30)
+    newest = run.store.newest()
+    assert (newest.step if newest else None) == (2 if written else None)
+
+
+@pytest.mark.usefixtures("fast_polls")
+async def test_a_run_that_is_cancelled_does_not_wait_for_a_write(tmp_path: Path) -> None:
+    run = Run(tmp_path, maxSteps=9, saveSteps=2, evalSteps=0)
+    SlowRanks(run)
+    running = asyncio.create_task(run.loop.run())
+    await eventually_in_loop(lambda: "save step-2" in run.events, 60, "it saves")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, 5)
+    assert run.store.newest() is None
 
 
 async def test_a_part_that_cannot_be_kept_alive_ends_the_attempt(tmp_path: Path) -> None:

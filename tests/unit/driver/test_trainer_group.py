@@ -21,6 +21,19 @@ class Rank:
     def __init__(self, rates: dict[str, float]) -> None:
         self.rates = rates
         self.stretched: dict[str, int] = {}
+        self.writes: dict[str, str | OSError] = {}
+
+    def save(self, part: str, folder: str) -> None:
+        self.writes[part] = folder
+
+    def end_write(self, part: str, error: OSError | None) -> None:
+        self.writes[part] = error or "durable"
+
+    def is_durable(self, part: str) -> bool:
+        write = self.writes[part]
+        if isinstance(write, OSError):
+            raise write
+        return write == "durable"
 
     def rate_falls_from(self, part: str) -> float:
         return self.rates[part]
@@ -83,3 +96,21 @@ async def test_fewer_steps_than_were_made_are_no_news_to_a_schedule_that_has_end
     trainers, ranks = group(launcher, {"actor_train": 0.0, "critic": 0.0})
     await trainers.stretch_schedules(7, 3)
     assert (await told(ranks))[0]["critic"] < 0
+
+
+async def test_a_module_is_durable_when_all_its_ranks_have_written_it(
+    launcher: InProcessLauncher,
+) -> None:
+    trainers, ranks = group(launcher, {})
+    durable = {name: await save(f"/step-1/{name}") for name, save in trainers.savers.items()}
+    assert [*durable] == ["actor_train", "critic"]
+    assert not await durable["critic"]()
+    for rank in ranks:
+        assert not await durable["critic"]()
+        await rank.call(lambda actor: actor.end_write("critic", None))
+    assert await durable["critic"]()
+    assert not await durable["actor_train"]()
+    for rank, error in zip(ranks, (None, OSError(28, "full")), strict=True):
+        await rank.call(lambda actor: actor.end_write("actor_train", error))
+    with pytest.raises(OSError, match="full"):
+        await durable["actor_train"]()

@@ -16,7 +16,13 @@ from agenticrun_api.overrides import with_overrides
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.models.shape import ModelShape
 from agenticrun_workers.sizing.gpus import GIB, GPUS, Gpu, of_machine, recognize
-from agenticrun_workers.sizing.memory import layout_of, model_memory, policy_layout, total
+from agenticrun_workers.sizing.memory import (
+    layout_of,
+    model_memory,
+    policy_layout,
+    total,
+    trainer_memory,
+)
 from agenticrun_workers.sizing.models import run_shapes
 from agenticrun_workers.sizing.plan import Fit, Kind, Place, Plan, plan_run
 from agenticrun_workers.sizing.step_time import forward_flops
@@ -304,9 +310,37 @@ def test_a_sequence_that_does_not_fit_into_the_cache_is_refused() -> None:
 def test_pods_that_are_too_small_are_refused_by_their_fields() -> None:
     planned = plan("Qwen/Qwen3-8B", "roles.trainer.gpus=8")
     assert [item.field for item in planned.too_large()] == [
+        "spec.roles.trainer.memory",
         "spec.roles.trainer.shmSize",
         "spec.roles.inference.shmSize",
     ]
+
+
+def test_ranks_copy_what_a_checkpoint_holds() -> None:
+    shapes = shapes_of("Qwen/Qwen3-8B")
+    parameters = shapes[Role.TRAINER].parameters
+
+    def copies(*changes: str) -> dict[str, float]:
+        """Bytes of all eight ranks."""
+        spec = run_with("roles.trainer.gpus=8", *changes).spec
+        return {item.name: 8 * item.bytes for item in trainer_memory(spec, shapes).snapshot}
+
+    whole = pytest.approx(12 * parameters, rel=0.01)
+    assert copies() == {"copy for checkpoints": whole}
+    assert copies("pipeline.actorTrain.strategy.name=deepspeed") == {"copy for checkpoints": whole}
+    assert copies("pipeline.actorTrain.lora.rank=16")["copy for checkpoints"] < 0.1 * parameters
+    kl = "pipeline.algorithm.lossKl={}"
+    assert [*copies(kl)] == ["copy for checkpoints", "reference: copy for checkpoints"]
+    assert [*copies(kl, "pipeline.reference={path: x}")] == ["copy for checkpoints"]
+
+
+def test_the_copy_for_checkpoints_counts_as_memory_where_there_are_any() -> None:
+    def items(*changes: str) -> dict[str, float]:
+        planned = plan("Qwen/Qwen3-8B", "roles.trainer.gpus=8", *LARGE, *changes)
+        return sizes(place(planned, Role.TRAINER, Kind.MEMORY))
+
+    assert "copy for checkpoints" in items()
+    assert "copy for checkpoints" not in items("checkpoint={none: true}")
 
 
 def all_examples() -> list[Path]:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from agenticrun_workers.storage import DamagedFile, FileEntry, Folder
+from agenticrun_workers.storage import ChecksumWriter, DamagedFile, FileEntry, Folder
 from agenticrun_workers.trainer import checkpoint
-from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
+from agenticrun_workers.trainer.checkpoint import (
+    CheckpointMismatch,
+    HostBuffers,
+    Snapshot,
+    SnapshotWriter,
+)
+from waiting import eventually
 
 
 def a_module(width: int = 4, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -33,7 +43,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
 def saved(tmp_path: Path) -> Folder:
     module, optimizer = a_module()
     train(module, optimizer, 2)
-    checkpoint.save(tmp_path / "saved", module, optimizer, {"steps": 2})
+    checkpoint.save(tmp_path / "saved", checkpoint.snapshot(module, optimizer, {"steps": 2}))
     return Folder(tmp_path / "saved")
 
 
@@ -47,7 +57,7 @@ def test_weights_optimizer_counters_and_random_state_go_on(place: str, tmp_path:
     folder = places[place]
     module, optimizer = a_module()
     train(module, optimizer, 2)
-    checkpoint.save(folder, module, optimizer, {"steps": 2})
+    checkpoint.save(folder, checkpoint.snapshot(module, optimizer, {"steps": 2}))
     draw = torch.rand(3)
     train(module, optimizer, 3)
     again, its_optimizer = a_module(seed=1)
@@ -67,7 +77,7 @@ def test_saving_changes_nothing_and_loading_goes_on_from_any_step(
     train(module, optimizer, trained)
     unsaved, its_optimizer = a_module()
     train(unsaved, its_optimizer, trained)
-    checkpoint.save(tmp_path, module, optimizer, {})
+    checkpoint.save(tmp_path, checkpoint.snapshot(module, optimizer, {}))
     loaded, loaded_optimizer = a_module(seed=1)
     checkpoint.load(tmp_path, loaded, loaded_optimizer, {})
     for one, steps in ((module, optimizer), (unsaved, its_optimizer), (loaded, loaded_optimizer)):
@@ -107,7 +117,7 @@ def test_a_parameter_without_a_gradient_so_far_is_saved_and_loaded(
 
     module, optimizer = made(0)
     train(module, optimizer, 2)
-    checkpoint.save(tmp_path, module, optimizer, {})
+    checkpoint.save(tmp_path, checkpoint.snapshot(module, optimizer, {}))
     unsaved, its_optimizer = made(0)
     train(unsaved, its_optimizer, 2)
     loaded, loaded_optimizer = made(1)
@@ -137,7 +147,7 @@ def test_saving_keeps_gradients(trained: int, tmp_path: Path) -> None:
     module.uses_head = True
     module(torch.ones(2, 3)).square().sum().backward()
     before = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-    checkpoint.save(tmp_path, module, optimizer, {})
+    checkpoint.save(tmp_path, checkpoint.snapshot(module, optimizer, {}))
     for parameter, gradient in zip(module.parameters(), before, strict=True):
         assert gradient is not None
         assert parameter.grad is not None
@@ -160,7 +170,7 @@ def test_a_checkpoint_does_not_choose_the_kernel_of_the_optimizer(saved: Folder)
 
 def test_a_frozen_module_is_saved_and_loaded_without_an_optimizer(tmp_path: Path) -> None:
     module, _ = a_module()
-    checkpoint.save(tmp_path, module.requires_grad_(False), None, {})
+    checkpoint.save(tmp_path, checkpoint.snapshot(module.requires_grad_(False), None, {}))
     again, _ = a_module(seed=1)
     checkpoint.load(tmp_path, again.requires_grad_(False), None, {})
     assert all(
@@ -262,11 +272,158 @@ def test_a_full_disk_is_the_error_that_it_is(
 
     monkeypatch.setattr("agenticrun_workers.storage.os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(tmp_path, *a_module(), {})
+        checkpoint.save(tmp_path, checkpoint.snapshot(*a_module(), {}))
 
 
 def test_one_rank_saves_and_loads_without_warnings(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        checkpoint.save(tmp_path, *a_module(), {})
+        checkpoint.save(tmp_path, checkpoint.snapshot(*a_module(), {}))
         checkpoint.load(tmp_path, *a_module(), {})
+
+
+class Trained:
+    """A rank's part of a model, with buffers of its own."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.module, self.optimizer = a_module(seed=seed)
+        self.buffers = HostBuffers()
+        train(self.module, self.optimizer, 2)
+
+    def snapshot(self) -> Snapshot:
+        return checkpoint.snapshot(self.module, self.optimizer, {"steps": 2}, self.buffers)
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        return checkpoint.reserve(self.module, self.optimizer, self.buffers)
+
+
+@pytest.fixture
+def writer() -> Iterator[SnapshotWriter]:
+    writer = SnapshotWriter()
+    yield writer
+    writer.close()
+
+
+@dataclass
+class SlowDisk:
+    """Writes wait until `free` is set, and fail with `error` then."""
+
+    free: threading.Event
+    error: OSError | None = None
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    disk = SlowDisk(threading.Event())
+    create = Folder.create
+
+    @contextmanager
+    def slow(folder: Folder, name: str) -> Iterator[ChecksumWriter]:
+        assert disk.free.wait(60)
+        if disk.error is not None:
+            raise disk.error
+        with create(folder, name) as file:
+            yield file
+
+    monkeypatch.setattr(Folder, "create", slow)
+    yield disk
+    disk.free.set()
+
+
+def durable(writer: SnapshotWriter, name: str) -> bool:
+    return eventually(lambda: writer.is_durable(name), 60, "the snapshot is durable")
+
+
+def test_what_is_written_is_the_state_when_the_rank_copied_it(
+    writer: SnapshotWriter, slow_disk: SlowDisk, tmp_path: Path
+) -> None:
+    trained, alone = Trained(), Trained()
+    writer.write("critic", Trained(), tmp_path / "critic")  # goes first, and waits
+    writer.write("actor_train", trained, tmp_path)
+    draw = torch.rand(3)
+    train(trained.module, trained.optimizer, 3)
+    assert not writer.is_durable("actor_train")
+    slow_disk.free.set()
+    durable(writer, "actor_train")
+    again, its_optimizer = a_module(seed=1)
+    assert checkpoint.load(tmp_path, again, its_optimizer, {}) == {"steps": 2}
+    assert torch.equal(torch.rand(3), draw)
+    for part, saved in zip(alone.module.parameters(), again.parameters(), strict=True):
+        assert torch.equal(part, saved)
+    train(again, its_optimizer, 3)
+    for part, resumed in zip(trained.module.parameters(), again.parameters(), strict=True):
+        assert torch.equal(part, resumed), "the optimizer's state is another one"
+
+
+def test_the_next_copy_of_a_model_waits_for_the_write_of_the_last_one(
+    writer: SnapshotWriter, slow_disk: SlowDisk, tmp_path: Path
+) -> None:
+    trained = Trained()
+    writer.write("actor_train", trained, tmp_path / "first")
+    before = {name: weight.clone() for name, weight in trained.module.state_dict().items()}
+    train(trained.module, trained.optimizer, 1)
+    second = threading.Thread(
+        target=writer.write, args=("actor_train", trained, tmp_path / "second")
+    )
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    slow_disk.free.set()
+    second.join(60)
+    durable(writer, "actor_train")
+    found, its_optimizer = a_module(seed=1)
+    checkpoint.load(tmp_path / "first", found, its_optimizer, {})
+    assert all(torch.equal(found.state_dict()[name], each) for name, each in before.items())
+
+
+def test_models_of_a_rank_are_written_one_after_the_other(
+    writer: SnapshotWriter, slow_disk: SlowDisk, tmp_path: Path
+) -> None:
+    writer.write("actor_train", Trained(0), tmp_path / "actor_train")
+    writer.write("critic", Trained(1), tmp_path / "critic")
+    assert not writer.is_durable("actor_train")
+    assert not writer.is_durable("critic")
+    slow_disk.free.set()
+    durable(writer, "critic")
+    assert writer.is_durable("actor_train")
+    for name, seed in (("actor_train", 0), ("critic", 1)):
+        module, optimizer = a_module(seed=9)
+        checkpoint.load(tmp_path / name, module, optimizer, {})
+        expected = Trained(seed).module
+        for found, part in zip(module.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(found, part)
+
+
+def test_the_error_of_a_write_is_raised_where_its_end_is_asked_for(
+    writer: SnapshotWriter, slow_disk: SlowDisk, tmp_path: Path
+) -> None:
+    slow_disk.error = OSError(28, "No space left on device")
+    writer.write("actor_train", Trained(), tmp_path)
+    assert not writer.is_durable("actor_train")
+    slow_disk.free.set()
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            durable(writer, "actor_train")
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_snapshots_use_the_memory_that_was_reserved(trained: bool, writer: SnapshotWriter) -> None:
+    model = Trained()
+    if not trained:
+        model.module, model.optimizer = a_module()
+    writer.reserve(model)
+    writer.close()
+    reserved = {id(tensor) for tensor in model.buffers.held.values()}
+    sizes = sorted(tensor.numel() for tensor in model.buffers.held.values())
+    assert sizes == sorted(3 * [p.numel() for p in model.module.parameters()])
+    for _ in range(2):
+        taken = model.snapshot()
+        copies = [*taken.state.model.values()]
+        for moments in taken.state.optimizer["state"].values():
+            copies += [moments["exp_avg"], moments["exp_avg_sq"]]
+        assert {id(copy) for copy in copies} == reserved
+        assert all(
+            torch.equal(taken.state.model[name], value)
+            for name, value in model.module.state_dict().items()
+        )
+        train(model.module, model.optimizer, 1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.critic import CriticTrainer, ValueLossSpec
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
@@ -168,7 +169,7 @@ def test_a_resumed_critic_goes_on_as_if_it_had_never_stopped(
         CriticTrainer(load, OptimizerSpec(1e-2, "linear", total_steps=9)) for _ in range(2)
     )
     straight.train_step(samples, ValueLossSpec())
-    straight.save(str(tmp_path))
+    checkpoint.save(str(tmp_path), straight.snapshot())
     resumed.load(str(tmp_path))
     for _ in range(2):
         assert straight.train_step(samples, ValueLossSpec()) == resumed.train_step(
@@ -177,6 +178,6 @@ def test_a_resumed_critic_goes_on_as_if_it_had_never_stopped(
 
 
 def test_a_policy_s_checkpoint_is_no_critic_s(load: Load, tmp_path: Path) -> None:
-    fsdp2_policy(load, SPEC).save(str(tmp_path))
+    checkpoint.save(str(tmp_path), fsdp2_policy(load, SPEC).snapshot())
     with pytest.raises(CheckpointMismatch):
         CriticTrainer(load, SPEC).load(str(tmp_path))

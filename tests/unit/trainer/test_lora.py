@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from agenticrun_workers.algorithms.losses import Vanilla
 from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora, whole_weights
+from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
@@ -211,7 +212,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on(load: Load, tmp_path: Pat
     straight = fsdp2_policy(lambda: add_lora(load(), LORA, seed=1), SPEC)
     for samples in batches[:2]:
         straight.train_step(samples, LOSSES["ppo"])
-    straight.save(str(tmp_path))
+    checkpoint.save(str(tmp_path), straight.snapshot())
     names = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert all("lora_" in name for name in names if name.startswith(("model.", "optimizer.state.")))
     resumed = fsdp2_policy(lambda: add_lora(load(), LORA, seed=2), SPEC)
@@ -236,7 +237,7 @@ def test_a_checkpoint_holds_adapters_alone_and_goes_on(load: Load, tmp_path: Pat
 def test_a_checkpoint_of_other_adapters_is_refused(
     load: Load, tmp_path: Path, other: LoraSpec | None, difference: str
 ) -> None:
-    fsdp2_policy(lambda: add_lora(load(), LORA), SPEC).save(str(tmp_path))
+    checkpoint.save(str(tmp_path), fsdp2_policy(lambda: add_lora(load(), LORA), SPEC).snapshot())
     policy = fsdp2_policy(lambda: load() if other is None else add_lora(load(), other), SPEC)
     with pytest.raises(
         CheckpointMismatch,
@@ -246,7 +247,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(
 
 
 def test_adapters_refuse_a_checkpoint_of_whole_weights(load: Load, tmp_path: Path) -> None:
-    fsdp2_policy(load, SPEC).save(str(tmp_path))
+    checkpoint.save(str(tmp_path), fsdp2_policy(load, SPEC).snapshot())
     with pytest.raises(
         CheckpointMismatch, match="lora: the model has adapters, the checkpoint has none"
     ):

@@ -25,6 +25,7 @@ from agenticrun_workers.models.pretrained import (
     load_model,
 )
 from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
@@ -105,7 +106,7 @@ def test_a_mixture_trains_exports_and_resumes(case: Case, tmp_path: Path) -> Non
     if policy.strategy.model.module.router_load.exists:
         assert 1 <= metrics["router/load_max_over_mean"] <= 8
 
-    policy.save(str(tmp_path / "checkpoint"))
+    checkpoint.save(str(tmp_path / "checkpoint"), policy.snapshot())
     policy.export_folder(tmp_path / "exported", {})
     before, after = stored(folder), stored(tmp_path / "exported")
     assert {name: weight.shape for name, weight in after.items()} == {

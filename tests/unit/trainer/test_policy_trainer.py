@@ -17,6 +17,7 @@ from agenticrun_workers.algorithms.losses import Decoupled, Ppo, Vanilla
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
 from agenticrun_workers.models.initialize import InitializeSpec, initialize_model
 from agenticrun_workers.models.pretrained import load_model
+from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.batch import RankBatch, TurnCredits
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
@@ -152,7 +153,7 @@ def test_the_first_rl_step_starts_with_a_new_optimizer(
     warm.end_warm_up()
     assert warm.strategy.steps.steps == 0
     start = weights(warm)
-    warm.save(str(tmp_path / "end"))
+    checkpoint.save(str(tmp_path / "end"), warm.snapshot())
     model = load()
     values = {name: torch.from_numpy(value) for name, value in start.items()}
     model.load_state_dict(values, strict=False)  # the second name of a tied parameter is missing
@@ -491,7 +492,7 @@ def test_a_reference_becomes_the_policy_whose_weights_it_is_given(
     )
     reference.load_weights(policy.export_weights())
     policy.train_step(samples, LOSS)
-    reference.save(str(tmp_path))
+    checkpoint.save(str(tmp_path), reference.snapshot())
     restored = ReferencePolicy(load)
     restored.load(str(tmp_path))
     for frozen in (reference, restored):
@@ -513,7 +514,7 @@ def test_a_resumed_trainer_goes_on_as_if_it_had_never_stopped(load: Load, tmp_pa
     for step in range(3):
         straight.train_step(batches[step], loss)
     straight.policy_version = 3
-    straight.save(str(tmp_path))
+    checkpoint.save(str(tmp_path), straight.snapshot())
     resumed = fsdp2_policy(load, spec)
     resumed.load(str(tmp_path))
     assert resumed.policy_version == 3
@@ -528,7 +529,7 @@ def test_a_schedule_of_another_length_goes_on_from_the_rate_of_the_checkpoint(
 ) -> None:
     first = fsdp2_policy(load, OptimizerSpec(1.0, "linear", total_steps=4))
     first.train_step(samples, LOSS)
-    first.save(str(tmp_path))
+    checkpoint.save(str(tmp_path), first.snapshot())
     resumed = fsdp2_policy(load, OptimizerSpec(1.0, "linear", total_steps=31))
     resumed.load(str(tmp_path))
     resumed.stretch_schedule(30)
@@ -539,7 +540,7 @@ def test_a_schedule_of_another_length_goes_on_from_the_rate_of_the_checkpoint(
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_parameter(load: Load, tmp_path: Path) -> None:
-    fsdp2_policy(load, SPEC).save(str(tmp_path / "checkpoint"))
+    checkpoint.save(str(tmp_path / "checkpoint"), fsdp2_policy(load, SPEC).snapshot())
     initialize_model(
         tmp_path / "other", InitializeSpec(tuple("abcdefghijklmnop"), hidden_size=32, heads=2)
     )

@@ -72,7 +72,7 @@ class Sizes:
         name = self.strategy["name"]
         layout = layout_of(name, options, ranks * pods, self.weight_bytes, tokens=0)
         memory = model_memory(ModelShape.of_size(self.count), layout, "")
-        held = in_host_memory(memory, on_gpus=bool(gpus), colocated=self.colocated)
+        held = in_host_memory(memory, on_gpus=bool(gpus), colocated=self.colocated, saves=True)
         processes = ranks * (2 if self.colocated else 1)
         return self._fields(gpus, processes * PROCESS + ranks * total(held))
 

@@ -133,6 +133,8 @@ class AttemptRunner:
                 if store
                 else None
             )
+            if store:
+                await actors.trainers.reserve_snapshots()
             state = restored[1] if restored else None
             if restored:
                 progress.resumed(restored[1].step, checkpoint_status(restored[0]))

@@ -5,6 +5,9 @@ A checkpoint is a folder `<base>/step-<N>`: the driver's state, and one folder p
 It is written last, in one piece, and makes the folder a checkpoint, because object stores have no
 rename: a folder without a manifest is half-written and never loaded. The manifest holds the run's
 uid, so that a run never loads the weights of another run of the same name.
+
+Training stops only while the ranks copy their state. They write the copies while it continues, and
+the driver publishes the checkpoint when the files of all ranks are durable.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,10 +45,13 @@ log = logging.getLogger(__name__)
 
 STATE = "state.json"
 
-SaveModule = Callable[[str], Awaitable[None]]
-"""Makes the ranks of a module write their shards into a folder (path or URI).
+IsDurable = Callable[[], Awaitable[bool]]
+"""Returns True once the ranks of a module have written all files; raises the error of a write."""
 
-All files are durable when it returns.
+SaveModule = Callable[[str], Awaitable[IsDurable]]
+"""Makes the ranks of a module copy their shards, and start to write them into a folder.
+
+Training may continue when it returns. The folder is a path or URI.
 """
 
 LoadModule = Callable[[str], Awaitable[None]]
@@ -116,6 +123,8 @@ class Checkpoint:
 
 
 NO_SPACE = os.strerror(errno.ENOSPC)
+FIRST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.05, 1.0
+"""Time between two questions to all ranks if their writes have ended; it doubles each time."""
 
 
 class CheckpointNotSaved(Exception):
@@ -152,12 +161,21 @@ class CheckpointStore:
         self._current: Checkpoint | None = None
         """The checkpoint that this attempt saved or restored last."""
 
-    async def save(self, state: DriverState, modules: Mapping[str, SaveModule]) -> Checkpoint:
-        """Write and publish a checkpoint, then delete old ones.
+    async def save(
+        self, state: DriverState, modules: Mapping[str, SaveModule]
+    ) -> Coroutine[Any, Any, Checkpoint]:
+        """Let the ranks copy their state, and start to write and publish a checkpoint of it.
 
         Checkpoints older than the newest `keep`, half-written ones, and those of later steps are
-        deleted. Later steps are left from an earlier attempt; this attempt resumed before them.
-        Nothing is written if the checkpoint saved or restored last is of this step.
+        deleted then. Later steps are left from an earlier attempt; this attempt resumed before
+        them. Nothing is written if the checkpoint saved or restored last is of this step.
+
+        Returns:
+            what publishes the checkpoint once the ranks have written it. Training may continue; the
+            next `save` must wait for it.
+
+        Raises:
+            CheckpointNotSaved: there is no space. The coroutine raises it, too.
         """
         current = self._current
         if (
@@ -166,33 +184,42 @@ class CheckpointStore:
             and current.step == state.step
             and await asyncio.to_thread(self._complete, Folder(current.folder)) is not None
         ):
-            return current
+            return _at_once(current)
         folder = self._base / _name(state.step)
-        try:
-            return await self._write(folder, state, modules)
-        except Exception as error:  # writers in Rust and C++ raise errors of their own
-            if not isinstance(error, OSError) and NO_SPACE not in str(error):
-                raise
-            raise CheckpointNotSaved(folder.uri, state.step, error) from error
+        # As bytes: the loop changes its values while the ranks write.
+        driver_state = state.to_bytes()
+        with _not_saved(folder, state.step):
+            # Leftovers of an attempt that was killed would be taken for files of this checkpoint.
+            await asyncio.to_thread(_delete, folder)
+            writes = await asyncio.gather(
+                *(save(str(folder / name)) for name, save in modules.items())
+            )
+        return self._publish(folder, state.step, driver_state, list(modules), writes)
 
-    async def _write(
-        self, folder: Folder, state: DriverState, modules: Mapping[str, SaveModule]
+    async def _publish(
+        self,
+        folder: Folder,
+        step: int,
+        driver_state: bytes,
+        modules: Collection[str],
+        writes: Sequence[IsDurable],
     ) -> Checkpoint:
-        # Leftovers of an attempt that was killed would be taken for files of this checkpoint.
-        await asyncio.to_thread(_delete, folder)
-        await asyncio.gather(*(save(str(folder / name)) for name, save in modules.items()))
-
         def finish() -> Checkpoint:
             # The manifest last: only with it do readers accept the folder.
-            folder.write(STATE, state.to_bytes())
-            manifest = publish(folder, self._run_uid, state.step, modules)
+            folder.write(STATE, driver_state)
+            manifest = publish(folder, self._run_uid, step, modules)
             # After the new one is published: a crash in between leaves one too many, never none.
-            self._delete_old(state.step)
-            return Checkpoint(folder.uri, state.step, manifest.time)
+            self._delete_old(step)
+            return Checkpoint(folder.uri, step, manifest.time)
 
-        # In a thread: object storage may take seconds, in which the event loop must not stand
-        # still.
-        self._current = await asyncio.to_thread(finish)
+        with _not_saved(folder, step):
+            pause = FIRST_POLL_SECONDS
+            while not all(await asyncio.gather(*(is_durable() for is_durable in writes))):
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_POLL_SECONDS)
+            # In a thread: object storage may take seconds, in which the event loop must not stand
+            # still.
+            self._current = await asyncio.to_thread(finish)
         return self._current
 
     async def restore(
@@ -420,6 +447,21 @@ def _folder(uri: str | os.PathLike[str], path: str) -> Folder:
 
 def _name(step: int) -> str:
     return f"step-{step}"
+
+
+@contextmanager
+def _not_saved(folder: Folder, step: int) -> Iterator[None]:
+    """Turn an error of a full disk into `CheckpointNotSaved`."""
+    try:
+        yield
+    except Exception as error:  # writers in Rust and C++ raise errors of their own
+        if not isinstance(error, OSError) and NO_SPACE not in str(error):
+            raise
+        raise CheckpointNotSaved(folder.uri, step, error) from error
+
+
+async def _at_once(checkpoint: Checkpoint) -> Checkpoint:
+    return checkpoint
 
 
 def _checkpoint(folder: Folder, manifest: Manifest) -> Checkpoint:

@@ -6,7 +6,8 @@
         roll out a batch                             the gate opens for version v
         train on it (driver/step.py)                 Colocated: the engines sleep; version v + 1
         check the guards and log                     sample episodes every loggingSteps
-        save a checkpoint                            every saveSteps
+        save a checkpoint                            every saveSteps; training continues
+                                                     while the ranks write it
 
 With `staleness.max = 0` the gate starts exactly one batch per version, which is the synchronous
 algorithm. With more, rollout continues while this loop trains.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -31,7 +33,7 @@ from agenticrun_workers.driver.checkpoints import (
 )
 from agenticrun_workers.driver.engine_time import EngineTime, MeasuredEngines
 from agenticrun_workers.driver.evaluation import Validator, warmup_success
-from agenticrun_workers.driver.guards import GuardWatch
+from agenticrun_workers.driver.guards import GuardTripped, GuardWatch
 from agenticrun_workers.driver.metrics import (
     Metrics,
     Stopwatch,
@@ -59,6 +61,9 @@ from agenticrun_workers.weights.sync import SyncReport, WeightSync
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+FAILED_SAVE_SECONDS = 60.0
+"""Time that a run that fails leaves the ranks to write a checkpoint to its end."""
 
 
 class Trainer(Trainers, Protocol):
@@ -167,6 +172,10 @@ class Loop:
         """The policy version of the engines; None before the first sync of this attempt."""
         self._sync: SyncReport | None = None
         """The weight sync of this step, if it had one."""
+        self._saving: asyncio.Task[None] | None = None
+        """Publishes the last checkpoint; None once the loop has seen its end."""
+        self._saved_seconds: float | None = None
+        """Seconds from a save to its publication, if that was in this step."""
         self._engine_time = EngineTime(parts.engines, parts.actors)
         self.early_end: str | None = None
         """Why there are fewer steps than `maxSteps`, if there are."""
@@ -206,6 +215,7 @@ class Loop:
                 await self._sync_weights_if_due()
                 await self._validate_if_due()
                 await self._save()
+                await self._finish_saving()
                 if not await self._has_steps():  # maxSteps may have been raised while saving
                     return
         except StopRequested:
@@ -213,7 +223,21 @@ class Loop:
             # A stop during the warm-up saves nothing: it is not a state that a run resumes from.
             if not self._fresh:
                 await self._save()
+                await self._finish_saving()
             raise
+        except GuardTripped:
+            await self._finish_saving()
+            raise
+        except Exception:
+            # Not for long: ranks that wait in vain for a lost one answer nothing.
+            if self._saving is not None:
+                done, _ = await asyncio.wait([self._saving], timeout=FAILED_SAVE_SECONDS)
+                if done and (error := self._saving.exception()):
+                    log.warning("a checkpoint was not saved: %s", error)
+            raise
+        finally:
+            if self._saving is not None:
+                self._saving.cancel()
 
     async def _run_step(self) -> None:
         with self._stopwatch.phase("step"):
@@ -224,6 +248,8 @@ class Loop:
         self._step += 1
         # Logged before it is saved: a resumed run must not miss the metrics of a step it has.
         await self._log(batch, metrics)
+        if self._saving is not None and self._saving.done():
+            await self._finish_saving()
         await self._save_if_due()
         await self._begin_or_end_trace()
         # Last: a run that a guard ends has logged and saved the step that tripped it.
@@ -400,8 +426,10 @@ class Loop:
         metrics |= sync_metrics(self._sync, lora=self._pipeline.actor_train.lora is not None)
         if self._parts.devices:
             metrics["system/handovers"] = float(self._parts.devices.handovers)
-        # A step without a sync must not report the last one again.
-        self._sync = None
+        if self._saved_seconds is not None:
+            metrics["checkpoint/seconds"] = self._saved_seconds
+        # A step without a sync or a checkpoint must not report the last one again.
+        self._sync = self._saved_seconds = None
         metrics["rollout/aborted_tokens"] += engines.pop("rollout/aborted_tokens")
         metrics |= engines | await self._parts.actors.metrics()
         for name in TRACED_METRICS:
@@ -430,6 +458,8 @@ class Loop:
         if self._parts.checkpoints is None:
             return
         self._parts.progress.activity(Activity.CHECKPOINT)
+        with self._stopwatch.phase("checkpoint"):
+            await self._finish_saving()
         # Ranks save from their devices.
         await self._trainers_compute()
         # Taken before the save, while no batch is being served.
@@ -448,9 +478,21 @@ class Loop:
                 REQUEUED_PART: position.requeued_groups,
             },
         )
+        begin = time.perf_counter()
         with self._stopwatch.phase("checkpoint"):
-            saved = await self._parts.checkpoints.save(state, self._parts.trainers.savers)
+            publishes = await self._parts.checkpoints.save(state, self._parts.trainers.savers)
+        self._saving = asyncio.create_task(self._report_saved(publishes, begin))
+
+    async def _report_saved(self, publishes: Awaitable[Checkpoint], begin: float) -> None:
+        saved = await publishes
+        self._saved_seconds = time.perf_counter() - begin
         self._parts.progress.checkpoint(checkpoint_status(saved))
+
+    async def _finish_saving(self) -> None:
+        """Wait until the last checkpoint is published, or raise why it cannot be."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
 
     async def _trainers_compute(self) -> None:
         """Give the trainers the devices, where engines share them."""

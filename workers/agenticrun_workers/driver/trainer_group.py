@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.driver.checkpoints import LoadModule, SaveModule
+from agenticrun_workers.driver.checkpoints import IsDurable, LoadModule, SaveModule
 from agenticrun_workers.errors import ScheduleEnded
 from agenticrun_workers.launch import ActorHandle, Launcher, Result
 from agenticrun_workers.rollout.controller import Group
@@ -99,6 +99,16 @@ class TrainerGroup:
     def savers(self) -> dict[str, SaveModule]:
         """One function per module of a checkpoint that saves it."""
         return {module: partial(self._save, module) for module in self._modules()}
+
+    async def reserve_snapshots(self) -> None:
+        """Allocate the memory that the first save needs, in the background."""
+        await asyncio.gather(
+            *(
+                actor.call(lambda rank: rank.reserve_snapshot(module))
+                for module in self._modules()
+                for actor in self._ranks_of(module)
+            )
+        )
 
     @property
     def loaders(self) -> dict[str, LoadModule]:
@@ -294,13 +304,18 @@ class TrainerGroup:
         }
         return elsewhere.get(module) or self._trainers
 
-    async def _save(self, module: str, folder: str) -> None:
+    async def _save(self, module: str, folder: str) -> IsDurable:
+        ranks = self._ranks_of(module)
         await asyncio.gather(
-            *(
-                actor.call(lambda rank: rank.save(module, folder))
-                for actor in self._ranks_of(module)
-            )
+            *(actor.call(lambda rank: rank.save(module, folder)) for actor in ranks)
         )
+
+        async def is_durable() -> bool:
+            # All are asked: of several errors the first rank's is raised.
+            calls = [actor.call(lambda rank: rank.is_durable(module)) for actor in ranks]
+            return all(await asyncio.gather(*calls))
+
+        return is_durable
 
     async def _load(self, module: str, folder: str) -> None:
         await asyncio.gather(

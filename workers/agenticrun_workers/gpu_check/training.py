@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
+from threading import Thread
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from agenticrun_workers.sizing.memory import Layout, model_memory, total
 from agenticrun_workers.sizing.published import published_config
 from agenticrun_workers.trainer import log_probs
 from agenticrun_workers.trainer.actor_loss import LossSpec
+from agenticrun_workers.trainer.checkpoint import SnapshotWriter
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, ShardedModule, fsdp2_policy
 from agenticrun_workers.trainer.micro_batch import MicroBatcher, weighted
 from agenticrun_workers.trainer.modules import PolicyModule
@@ -357,24 +361,65 @@ def _step(trainer: PolicyTrainer, samples: list[Sample]) -> dict[str, float]:
 
 
 def checkpoint(bench: Bench) -> None:
-    """A checkpoint of 12 bytes for each parameter: how long training stops, and that it resumes."""
+    """Two checkpoints of 12 bytes for each parameter: how long training stops, and a resume."""
     config = qwen3(2048, 16, 6144, 16) if bench.gpu else TINY()
     samples = random_samples(512, [bench.size(1024, 48)] * 4)
-    trainer = small_trainer(config, bench.device)
-    _step(trainer, samples)
-    begun = time.perf_counter()
-    trainer.save(str(bench.folder / "checkpoint"))
-    stopped = time.perf_counter() - begun
-    size = sum(file.stat().st_size for file in bench.folder.rglob("*") if file.is_file())
-    bench.measure("checkpoint", size / 1e9, "GB")
-    bench.measure("training stops for a checkpoint", stopped, "s", at_most=1.5)
-    continued = [_step(trainer, samples) for _ in range(2)]
-    del trainer
+    # Otherwise equal states take different steps on a GPU.
+    set_deterministic(True)
+    continued = _save_twice(bench, small_trainer(config, bench.device), samples)
     bench.forget_peak()
     resumed = small_trainer(config, bench.device)
     begun = time.perf_counter()
-    resumed.load(str(bench.folder / "checkpoint"))
+    resumed.load(str(bench.folder / "second"))
     bench.measure("load of the checkpoint", time.perf_counter() - begun, "s")
     again = [_step(resumed, samples) for _ in range(2)]
+    set_deterministic(False)
     differ = sum(a != b for a, b in zip(continued, again, strict=True))
     bench.exact("steps after a resume that differ", differ, at_most=0)
+
+
+def _save_twice(
+    bench: Bench, trainer: PolicyTrainer, samples: list[Sample]
+) -> list[dict[str, float]]:
+    """Save two checkpoints while the trainer trains; return the metrics of the steps after."""
+
+    def step() -> dict[str, float]:
+        metrics = _step(trainer, samples)
+        bench.wait()
+        return metrics
+
+    bench.measure("a step", bench.seconds(step, 2), "s")
+    # As in a run, where it happens during the first rollout.
+    begun = time.perf_counter()
+    reserving = Thread(target=trainer.reserve_snapshot())
+    reserving.start()
+    times = _times(step, reserving.is_alive)
+    bench.measure("page-locking of the copy's memory", time.perf_counter() - begun, "s")
+    bench.measure("a step during the page-locking", fmean(times), "s")
+    continued: list[dict[str, float]] = []
+    with closing(SnapshotWriter()) as writer:
+        for number in ("first", "second"):
+            folder = bench.folder / number
+            begun = time.perf_counter()
+            writer.write("actor_train", trainer, folder)
+            stopped = time.perf_counter() - begun
+            name = f"training stops for the {number} checkpoint"
+            bench.measure(name, stopped, "s", at_most=1.5)
+            continued = [step(), step()]
+            times = _times(step, lambda: not writer.is_durable("actor_train"))
+            durable = time.perf_counter() - begun
+            bench.measure(f"until the {number} checkpoint is durable", durable, "s")
+            bench.measure(f"a step while the {number} is written", fmean(times), "s")
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    bench.measure("a checkpoint", size / 1e9, "GB")
+    return continued
+
+
+def _times(step: Callable[[], object], lasts: Callable[[], bool]) -> list[float]:
+    """Return the seconds of each step: one, and more while `lasts` is true."""
+    times: list[float] = []
+    while not times or lasts():
+        begun = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begun)
+    return times

@@ -238,6 +238,8 @@ class ModelMemory:
     """The same, on the device, if it is more than the weights that stay."""
     phases: Mapping[str, tuple[Item, ...]]
     """Additions of each phase of a step to `device`, by the phase's name."""
+    snapshot: tuple[Item, ...] = ()
+    """The copy of what a checkpoint holds, in host memory. It stays for the next one."""
 
 
 def model_memory(
@@ -273,15 +275,23 @@ def model_memory(
     load = _load(shape, layout, role, state[0])
     whole = load if layout.strategy == "deepspeed" else ()
     phases = _phases(shape.divided(layout.expert_parallel), layout, role, adapters)
+    saved = weights if fsdp2 else layout.ranks
+    copies = (_sharded(f"{role}copy for checkpoints", trained, CHECKPOINT, saved, layout),)
     if layout.offload:
-        return ModelMemory((), (*state, moments), load, whole, phases)
+        return ModelMemory((), (*state, moments), load, whole, phases, copies)
     if layout.offload_optimizer:
-        return ModelMemory(tuple(state), (moments,), load, whole, phases)
-    return ModelMemory((*state, moments), (), load, whole, phases)
+        return ModelMemory(tuple(state), (moments,), load, whole, phases, copies)
+    return ModelMemory((*state, moments), (), load, whole, phases, copies)
 
 
-def frozen_memory(shape: ModelShape, layout: Layout, role: str) -> ModelMemory:
-    """Return the memory of one rank of a model that only scores."""
+def frozen_memory(
+    shape: ModelShape, layout: Layout, role: str, *, saved: bool = False
+) -> ModelMemory:
+    """Return the memory of one rank of a model that only scores.
+
+    Args:
+        saved: checkpoints hold it.
+    """
     weights = _sharded(f"{role}weights", shape.weights, layout.compute, layout.shards[0], layout)
     part = shape.divided(layout.expert_parallel)
     gathered = () if layout.plain else (_gathered(part, layout, role),)
@@ -289,9 +299,10 @@ def frozen_memory(shape: ModelShape, layout: Layout, role: str) -> ModelMemory:
     forward = Item(f"{role}activations of a layer", size, f"{layout.tokens:,} tokens")
     phases = {"scoring": (*gathered, forward, _logits(shape, layout, role))}
     load = _load(shape, layout, role, weights)
+    copies = (replace(weights, name=f"{role}copy for checkpoints"),) if saved else ()
     if layout.offload:
-        return ModelMemory((), (weights,), load, (), phases)
-    return ModelMemory((weights,), (), load, (), phases)
+        return ModelMemory((), (weights,), load, (), phases, copies)
+    return ModelMemory((weights,), (), load, (), phases, copies)
 
 
 def _sharded(name: str, weights: Iterable[Weight], size: int, ranks: int, layout: Layout) -> Item:
@@ -445,21 +456,26 @@ def unite(*models: ModelMemory) -> ModelMemory:
         tuple(item for model in models for item in model.load),
         tuple(item for model in models for item in model.load_on_device),
         phases,
+        tuple(item for model in models for item in model.snapshot),
     )
 
 
-def in_host_memory(memory: ModelMemory, *, on_gpus: bool, colocated: bool) -> tuple[Item, ...]:
+def in_host_memory(
+    memory: ModelMemory, *, on_gpus: bool, colocated: bool, saves: bool
+) -> tuple[Item, ...]:
     """Return what a rank has in host memory at most, beside its process.
 
     Args:
         memory: of the rank.
         on_gpus: it computes on a GPU. Its weights pass through host memory when they are loaded.
         colocated: its state waits in host memory while engines use its GPU.
+        saves: the run saves checkpoints.
     """
+    copies = memory.snapshot if saves else ()
     if not on_gpus:
-        return (*memory.host, *peak(memory)[1])
+        return (*memory.host, *peak(memory)[1], *copies)
     states = (*memory.host, *memory.device) if colocated else memory.host
-    return max(states, memory.load, key=total)
+    return max((*states, *copies), memory.load, key=total)
 
 
 def peak(memory: ModelMemory) -> tuple[str, tuple[Item, ...]]:
@@ -502,7 +518,9 @@ def scorer_memory(
     layout = scoring_layout(spec, role)
     _require_experts(shapes[role], layout)
     if role is Role.REFERENCE:
-        return frozen_memory(shapes[role], layout, prefix)
+        reference = spec.pipeline.reference
+        saved = not (reference and reference.path)
+        return frozen_memory(shapes[role], layout, prefix, saved=saved)
     assert spec.pipeline.critic is not None
     own = role if spec.roles.has(role) else Role.TRAINER
     tokens = _micro_batch(spec, spec.pipeline.critic.training, own)

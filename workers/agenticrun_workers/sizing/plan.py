@@ -207,7 +207,8 @@ def _ranks(
             GPU_MARGIN * total(items),
             phase,
         )
-    in_host = in_host_memory(memory, on_gpus=bool(settings.gpus), colocated=colocated)
+    saves = spec.checkpoint is None or not spec.checkpoint.none
+    in_host = in_host_memory(memory, on_gpus=bool(settings.gpus), colocated=colocated, saves=saves)
     yield from _pod(spec, shapes, role, [_times(here, item) for item in in_host], processes)
 
 

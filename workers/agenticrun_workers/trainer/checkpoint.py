@@ -1,12 +1,14 @@
 """Checkpoint of one module and its optimizer, in the format of torch.distributed.checkpoint.
 
-Any number of ranks can read it. Every rank writes its shards; rank 0 writes `module.json` last,
-with the size and checksum of every file. A rank that loads a checkpoint compares every file that it
-reads with these entries.
+Training stops only while each rank copies its state into host memory (`Snapshot`). A thread then
+writes the copy (`SnapshotWriter`): every rank its shards, and rank 0 last `module.json`, with the
+size and checksum of every file. Any number of ranks can read a checkpoint; each compares every file
+that it reads with these entries.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
@@ -14,9 +16,10 @@ import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from agenticrun_workers.models.devices import compute_device
 from agenticrun_workers.models.lora import describe_lora
 from agenticrun_workers.storage import MODULE_RECORD, DamagedFile, FileEntry, Folder
 from agenticrun_workers.trainer.ranks import agreed
@@ -108,23 +112,108 @@ class ModuleState:
     """Result of `get_optimizer_state_dict`; empty for a frozen module."""
 
 
-def save(
-    location: Location,
+class HostBuffers:
+    """Host memory for the copies of a rank's tensors, by name; allocated once, then reused.
+
+    It is page-locked if the rank computes on a GPU, so that copies have the speed of the bus.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+        """By name."""
+        # Here, because a thread that reserves memory has claimed no device.
+        self._pinned = compute_device().type == "cuda"
+
+    def copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Copy a tensor, or this rank's shard of it. The next copy of this name overwrites it."""
+        held = self.held.get(name)
+        if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
+            held = self.held[name] = self._allocate(tensor)
+        held.copy_(tensor.detach())
+        return held
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocate the memory for tensors before their first copy.
+
+        Args:
+            tensors: by name; they may be on the meta device.
+        """
+        for name, tensor in tensors.items():
+            self.held[name] = self._allocate(tensor)
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like, device="cpu", pin_memory=self._pinned, requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a rank writes, as it was at one moment. Its tensors are in host memory."""
+
+    state: ModuleState
+    progress: dict[str, int]
+    random: dict[str, Tensor]
+
+    @staticmethod
+    def of(state: ModuleState, progress: dict[str, int]) -> Snapshot:
+        """Take a state of which no tensor changes any longer, and this process's random state."""
+        return Snapshot(state, dict(progress), _random_state())
+
+
+def snapshot(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     progress: dict[str, int],
-) -> None:
-    """Write this rank's shards of a module. Collective.
-
-    The files are durable when the function returns.
+    buffers: HostBuffers | None = None,
+) -> Snapshot:
+    """Copy this rank's shards of a module. Collective.
 
     Args:
-        location: new folder.
         module: sharded or whole.
         optimizer: its optimizer; None saves the weights alone.
         progress: counters to keep in the record.
+        buffers: holds the copies until the next snapshot; default: memory of their own.
     """
-    save_state(location, _module_state(module, optimizer), progress)
+    state = _module_state(module, optimizer)
+    held = buffers or HostBuffers()
+
+    def copied(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return held.copy(name, value)
+        if isinstance(value, dict):
+            return {key: copied(f"{name}.{key}", each) for key, each in value.items()}
+        return copy.deepcopy(value)
+
+    with torch.no_grad():
+        return Snapshot.of(
+            replace(
+                state,
+                model=copied("model", state.model),
+                optimizer=copied("optimizer", state.optimizer),
+            ),
+            progress,
+        )
+
+
+def reserve(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, buffers: HostBuffers
+) -> Callable[[], None]:
+    """Return a function that allocates what `snapshot` needs, for any thread. Collective.
+
+    AdamW's moments may not exist yet: they are as large as the parameters.
+    """
+    state = _module_state(module, None).model
+    sizes = {f"model.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
+    if optimizer is not None:
+        trained = {name for name, each in module.named_parameters() if each.requires_grad}
+        sizes |= {
+            f"optimizer.state.{name}.{moment}": state[name]
+            for name in state
+            if name in trained
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
+    # Only sizes: while the thread reads them, the parameters may leave the GPU.
+    shapes = {name: torch.empty_like(value, device="meta") for name, value in sizes.items()}
+    return lambda: buffers.reserve(shapes)
 
 
 def load(
@@ -133,7 +222,7 @@ def load(
     optimizer: torch.optim.Optimizer | None,
     progress: dict[str, int],
 ) -> dict[str, int]:
-    """Restore what `save` or `save_state` wrote into a module. See `load_state`."""
+    """Restore what `save` wrote into a module. See `load_state`."""
     state = _module_state(module, optimizer)
     progress = load_state(location, state, progress)
     # The kernel of AdamW is this optimizer's, whichever wrote the checkpoint.
@@ -149,20 +238,29 @@ def load(
     return progress
 
 
-def save_state(location: Location, state: ModuleState, progress: dict[str, int]) -> None:
-    """Write this rank's part of a state. Collective; the files are durable when it returns."""
+def save(location: Location, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
+    """Write this rank's part of a snapshot. Collective; the files are durable when it returns.
+
+    Args:
+        location: new folder.
+        snapshot: of this rank.
+        group: all ranks; default: the default group.
+    """
     folder = Folder(location)
+    state = snapshot.state
     rank, ranks = _rank()
     whole = {
         "model": state.model,
         "optimizer": state.optimizer,
-        "rng": {str(rank): _random_state()},
+        "rng": {str(rank): snapshot.random},
     }
     writer = ShardWriter(folder)
-    _unwrapped(lambda: save_shards(whole, storage_writer=writer, no_dist=ranks == 1))
+    _unwrapped(
+        lambda: save_shards(whole, storage_writer=writer, process_group=group, no_dist=ranks == 1)
+    )
     written: list[dict[str, FileEntry]] = [{}] * ranks
     if ranks > 1:
-        dist.all_gather_object(written, writer.written)
+        dist.all_gather_object(written, writer.written, group)
     else:
         written = [writer.written]
     if rank == 0:
@@ -173,7 +271,7 @@ def save_state(location: Location, state: ModuleState, progress: dict[str, int])
             shapes=hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
             ranks=ranks,
             torch=torch.__version__,
-            progress=dict(progress),
+            progress=snapshot.progress,
             files={name: entry for part in written for name, entry in sorted(part.items())},
             adapters=state.adapters,
         )
@@ -181,7 +279,7 @@ def save_state(location: Location, state: ModuleState, progress: dict[str, int])
 
 
 def load_state(location: Location, state: ModuleState, progress: dict[str, int]) -> dict[str, int]:
-    """Read a checkpoint of `save_state` into the tensors of `state`. Collective.
+    """Read a checkpoint into the tensors of `state`. Collective.
 
     The number of ranks may differ from the number that wrote it. Each rank continues with its own
     random state; a rank without a saved one derives it from its number and rank 0's state.
@@ -365,22 +463,76 @@ def _unwrapped(work: Callable[[], object]) -> None:
 
     `CheckpointException` is not an `Exception`.
     """
+    # One rank needs none. For good, because `catch_warnings` is not for threads.
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "torch.distributed is disabled"
-            )  # one rank needs none
-            work()
+        work()
     except CheckpointException as error:
         cause, _ = error.failures[min(error.failures)]
         raise cause from error
+
+
+class Snapshots(Protocol):
+    """A rank's part of a model, as `SnapshotWriter` saves it."""
+
+    def snapshot(self) -> Snapshot: ...
+
+    def reserve_snapshot(self) -> Callable[[], None]: ...
+
+
+class SnapshotWriter:
+    """Writes snapshots of this rank's models in a thread, one after the other.
+
+    Made on all ranks together; they write the same snapshots in the same order. The thread has a
+    process group of its own, because the collectives of a group must not overlap.
+    """
+
+    def __init__(self) -> None:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        group = dist.new_group(backend="gloo") if several else None
+        assert not isinstance(group, int), "every rank is a member"
+        self._group = group
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._reserved: Future[None] | None = None
+        self._writes: dict[str, Future[None]] = {}
+
+    def reserve(self, model: Snapshots) -> None:
+        """Allocate the memory of a model's first snapshot in the background. Collective.
+
+        Page-locking takes seconds.
+        """
+        self._reserved = self._thread.submit(model.reserve_snapshot())
+
+    def write(self, name: str, model: Snapshots, location: Location) -> None:
+        """Copy the state of a model, and start to write it. Collective.
+
+        Args:
+            name: of the model.
+            location: new folder.
+        """
+        # The last write reads the memory that the snapshot overwrites.
+        wait([future for future in (self._reserved, self._writes.get(name)) if future])
+        taken = model.snapshot()
+        self._writes[name] = self._thread.submit(save, location, taken, self._group)
+
+    def is_durable(self, name: str) -> bool:
+        """Return True once the last snapshot of a model is durable, or raise why it is not."""
+        write = self._writes[name]
+        if write.done():
+            write.result()
+        return write.done()
+
+    def close(self) -> None:
+        """End the thread after the write that it is in."""
+        self._thread.shutdown(cancel_futures=True)
 
 
 class ShardWriter(FileSystemWriter):
     """Writer of a rank's shards into a new folder; each file is durable once it is complete."""
 
     def __init__(self, folder: Folder) -> None:
-        super().__init__(folder.uri, sync_files=False)
+        # All tensors are in host memory. To copy ahead, torch would start CUDA in this thread.
+        super().__init__(folder.uri, sync_files=False, per_thread_copy_ahead=0)
         self._files = _Files(folder, {})
         self.fs = self._files  # type: ignore[assignment]  # as FsspecWriter does
         self.path = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from agenticrun_workers.algorithms.losses import (
 )
 from agenticrun_workers.models.devices import device_span
 from agenticrun_workers.trainer import checkpoint
+from agenticrun_workers.trainer.checkpoint import HostBuffers, Snapshot
 from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, Load, ShardedModule
 from agenticrun_workers.trainer.micro_batch import MicroBatch, responses_and_end, weighted
 from agenticrun_workers.trainer.modules import ValueModule
@@ -67,6 +68,7 @@ class CriticTrainer:
             options=options,
         )
         self._optimizer = Optimizer(self._model.module, optimizer, self._model.ranks)
+        self._buffers = HostBuffers()
         ranks = self._model.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
@@ -125,8 +127,14 @@ class CriticTrainer:
         self._model.onload()
         self._optimizer.onload(self._model.home)
 
-    def save(self, folder: str) -> None:
-        checkpoint.save(folder, self._model.module, self._optimizer.adamw, self._optimizer.counts())
+    def snapshot(self) -> Snapshot:
+        optimizer = self._optimizer
+        return checkpoint.snapshot(
+            self._model.module, optimizer.adamw, optimizer.counts(), self._buffers
+        )
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        return checkpoint.reserve(self._model.module, self._optimizer.adamw, self._buffers)
 
     def load(self, folder: str) -> None:
         self._optimizer.restore(

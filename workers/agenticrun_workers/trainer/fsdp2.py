@@ -37,6 +37,7 @@ from agenticrun_workers.models.shape import (
 )
 from agenticrun_workers.models.stored_names import stored_weights
 from agenticrun_workers.trainer import checkpoint
+from agenticrun_workers.trainer.checkpoint import HostBuffers, Snapshot
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS
 from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, responses
 from agenticrun_workers.trainer.modules import (
@@ -469,6 +470,7 @@ class Fsdp2Strategy:
         self.ranks, self.batcher = model.ranks, model.batcher
         self.steps = Optimizer(model.module, optimizer, model.ranks)
         self.adapters = Adapters.of(model.module.model, _whole, model.ranks.rank)
+        self._buffers = HostBuffers()
 
     def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
         return score(self.model, samples, temperature)
@@ -518,8 +520,12 @@ class Fsdp2Strategy:
     def hugging_face_model(self) -> PreTrainedModel:
         return self.model.module.model
 
-    def save(self, folder: str, progress: dict[str, int]) -> None:
-        checkpoint.save(folder, self.model.module, self.steps.adamw, progress)
+    def snapshot(self, progress: dict[str, int]) -> Snapshot:
+        module, adamw = self.model.module, self.steps.adamw
+        return checkpoint.snapshot(module, adamw, progress, self._buffers)
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        return checkpoint.reserve(self.model.module, self.steps.adamw, self._buffers)
 
     def load(self, folder: str, progress: dict[str, int]) -> dict[str, int]:
         return checkpoint.load(folder, self.model.module, self.steps.adamw, progress)

@@ -30,6 +30,7 @@ from agenticrun_workers.trainer.actor_loss import (
     LossSpec,
     SupervisedLoss,
 )
+from agenticrun_workers.trainer.checkpoint import Snapshot
 from agenticrun_workers.trainer.micro_batch import MicroBatch, MicroBatcher, weighted
 from agenticrun_workers.trainer.optimizer import StepCounts
 from agenticrun_workers.trainer.ranks import Ranks
@@ -123,12 +124,16 @@ class Strategy(Protocol):
         """Return a model with the config of an exported folder, on any device. Rank 0 only."""
         ...
 
-    def save(self, folder: str, progress: dict[str, int]) -> None:
-        """Write this rank's shards, and `progress`."""
+    def snapshot(self, progress: dict[str, int]) -> Snapshot:
+        """Copy this rank's shards, and `progress`, into memory that the next snapshot reuses."""
+        ...
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        """Return a function that allocates that memory, for any thread."""
         ...
 
     def load(self, folder: str, progress: dict[str, int]) -> dict[str, int]:
-        """Restore what `save` wrote; return its progress over the given defaults."""
+        """Restore a saved snapshot; return its progress over the given defaults."""
         ...
 
     def offload(self) -> None:
@@ -252,18 +257,23 @@ class PolicyTrainer:
             for name, content in files.items():
                 (folder / name).write_bytes(content)
 
-    def save(self, folder: str) -> None:
-        """Write this rank's shards of weights, optimizer, schedule and random state.
+    def snapshot(self) -> Snapshot:
+        """Copy this rank's shards of weights, optimizer, schedule and random state.
 
-        Any strategy can load them, on any number of ranks.
+        Any strategy can load them once `checkpoint.save` has written them, on any number of ranks.
+        The next snapshot overwrites the copy.
+        """
+        return self.strategy.snapshot(self._progress())
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        """Return a function that allocates the memory of the snapshots, for any thread."""
+        return self.strategy.reserve_snapshot()
+
+    def load(self, folder: str) -> None:
+        """Restore a saved snapshot.
 
         Args:
             folder: a path or an fsspec URI.
-        """
-        self.strategy.save(folder, self._progress())
-
-    def load(self, folder: str) -> None:
-        """Restore what `save` wrote.
 
         Raises:
             CheckpointMismatch: a checkpoint of another model; names the first parameter.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.models.stored_names import ParameterAssembly, stored_buffers
 from agenticrun_workers.trainer import checkpoint
-from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
+from agenticrun_workers.trainer.checkpoint import CheckpointMismatch, HostBuffers, Snapshot
 from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, Load, ShardedModule, score
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.samples import Sample
@@ -45,6 +45,7 @@ class ReferencePolicy:
         self._model = ShardedModule(
             load, make, max_tokens=max_tokens, packing=packing, options=options
         )
+        self._buffers = HostBuffers()
         ranks = self._model.ranks
         self.rank, self.world_size = ranks.rank, ranks.size
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
@@ -90,9 +91,12 @@ class ReferencePolicy:
     def onload(self) -> None:
         self._model.onload()
 
-    def save(self, folder: str) -> None:
-        """Write this rank's shards of the weights. See `PolicyTrainer.save`."""
-        checkpoint.save(folder, self._model.module, None, {})
+    def snapshot(self) -> Snapshot:
+        """Copy this rank's shards of the weights. See `PolicyTrainer.snapshot`."""
+        return checkpoint.snapshot(self._model.module, None, {}, self._buffers)
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        return checkpoint.reserve(self._model.module, None, self._buffers)
 
     def load(self, folder: str) -> None:
         checkpoint.load(folder, self._model.module, None, {})

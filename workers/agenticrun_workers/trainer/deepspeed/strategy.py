@@ -18,10 +18,11 @@ from agenticrun_workers.models.devices import HostCopies, compute_device, device
 from agenticrun_workers.models.lora import Adapters, describe_lora, whole_weights
 from agenticrun_workers.models.stored_names import stored_weights
 from agenticrun_workers.trainer.checkpoint import (
+    HostBuffers,
     ModuleState,
+    Snapshot,
     architecture_of,
     load_state,
-    save_state,
 )
 from agenticrun_workers.trainer.deepspeed.options import DeepSpeedOptions
 from agenticrun_workers.trainer.fsdp2 import FsdpOptions, ShardedModule, score
@@ -61,6 +62,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 It is off: DeepSpeed compiles it at its first use, and the images have no compiler.
 """
 
+MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's state of a parameter."""
 
@@ -274,22 +276,25 @@ class ZeroEngine(StepCounts):
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def state_of(engine: ZeroEngine) -> ModuleState:
-    """Return a copy of the state in host memory; each rank holds its rows. Collective."""
+def state_of(engine: ZeroEngine, buffers: HostBuffers) -> ModuleState:
+    """Return a copy of the state in `buffers`; each rank holds its rows. Collective."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     names = {id(parameter): name for name, parameter in engine.trained()}
     masters: dict[str, Tensor] = {}
     moments: dict[str, dict[str, Tensor]] = {}
     for name, parameter in engine.trained():
-        masters[name] = _rows(engine.master(parameter), mesh)
-        moments[name] = {kind: _rows(engine.moment(parameter, kind), mesh) for kind in MOMENTS}
+        masters[name] = _sharded(engine.master(parameter), mesh, buffers, f"{MASTER}.{name}")
+        moments[name] = {
+            kind: _sharded(engine.moment(parameter, kind), mesh, buffers, f"{kind}.{name}")
+            for kind in MOMENTS
+        }
         moments[name]["step"] = torch.tensor(engine.adam_steps)
     model: dict[str, Any] = {}
     for name, value in engine.module.state_dict(
         keep_vars=True
     ).items():  # tied ones under each of their names, and buffers
         if not isinstance(value, nn.Parameter):
-            model[name] = value.cpu()
+            model[name] = buffers.copy(f"buffer.{name}", value)
         elif id(value) in names:
             model[name] = masters[names[id(value)]]
     group = {name: value for name, value in engine.adam.param_groups[0].items() if name != "params"}
@@ -315,10 +320,15 @@ def restore(engine: ZeroEngine, state: ModuleState) -> None:
     )
 
 
-def _rows(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+def _rows(whole: Tensor) -> Tensor:
     """Return this rank's rows of a whole tensor, as `torch.chunk` divides it."""
-    size = -(-len(whole) // mesh.size())
-    rows = whole[size * mesh.get_local_rank() :][:size].to("cpu", copy=True)
+    size = -(-len(whole) // dist.get_world_size())
+    return whole[size * dist.get_rank() :][:size]
+
+
+def _sharded(whole: Tensor, mesh: DeviceMesh, buffers: HostBuffers, name: str) -> DTensor:
+    """Return a copy of this rank's rows of a whole tensor."""
+    rows = buffers.copy(name, _rows(whole))
     return DTensor.from_local(
         rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -351,6 +361,7 @@ class DeepSpeedStrategy:
         self.adapters = Adapters.of(model.module.model, self.steps.whole, model.ranks.rank)
         self._on_host = options.offloads_optimizer
         self._host_copies = HostCopies()
+        self._buffers = HostBuffers()
 
     def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
         return score(self.model, samples, temperature)
@@ -392,11 +403,23 @@ class DeepSpeedStrategy:
     def hugging_face_model(self) -> PreTrainedModel:
         return self.model.module.model
 
-    def save(self, folder: str, progress: dict[str, int]) -> None:
-        save_state(folder, state_of(self.steps), progress)
+    def snapshot(self, progress: dict[str, int]) -> Snapshot:
+        return Snapshot.of(state_of(self.steps, self._buffers), progress)
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        shapes = {
+            name: torch.empty(getattr(each, "ds_shape", each.shape), device="meta")
+            for name, each in self.steps.trained()
+        }
+        rows = {
+            f"{kind}.{name}": _rows(whole)
+            for name, whole in shapes.items()
+            for kind in (MASTER, *MOMENTS)
+        }
+        return lambda: self._buffers.reserve(rows)
 
     def load(self, folder: str, progress: dict[str, int]) -> dict[str, int]:
-        state = state_of(self.steps)
+        state = state_of(self.steps, HostBuffers())
         progress = load_state(folder, state, progress)
         restore(self.steps, state)
         return progress

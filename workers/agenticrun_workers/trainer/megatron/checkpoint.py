@@ -6,6 +6,8 @@ so a checkpoint does not depend on the parallel layout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +18,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from agenticrun_workers.trainer.checkpoint import Location, ModuleState, load_state, save_state
+from agenticrun_workers.trainer.checkpoint import (
+    HostBuffers,
+    Location,
+    ModuleState,
+    Snapshot,
+    load_state,
+)
 from agenticrun_workers.trainer.megatron.architecture import Architecture
 from agenticrun_workers.trainer.megatron.parallel import Place
 from agenticrun_workers.trainer.megatron.updater import MOMENTS, MegatronOptimizer
@@ -76,19 +84,40 @@ class Checkpoints:
         self, model: Architecture, weights: Weights, updater: MegatronOptimizer, place: Place
     ) -> None:
         self._model, self._weights, self._updater, self._place = model, weights, updater, place
+        self._buffers = HostBuffers()
 
     @torch.no_grad()
-    def save(self, location: Location, progress: dict[str, int]) -> None:
-        """Write this rank's part. See `save_state`."""
+    def snapshot(self, progress: dict[str, int]) -> Snapshot:
+        """Copy this rank's part. See `checkpoint.snapshot`."""
         tensors = self._empty()
         for number, parameter in enumerate(self._weights.parameters):
-            writes = number % self._place.groups.dp_cp.size() == self._place.groups.dp_cp.rank()
             for kind in (MASTER, *MOMENTS):
                 local = self._whole_local(parameter, kind)
-                for piece in parameter.pieces if writes and not self._is_copy(parameter) else ():
-                    if all(piece.sizes) and not (piece.replicated and self._place.tensor_rank):
-                        tensors[kind][piece.name].include(piece.offset, piece.read(local).cpu())
-        save_state(location, self._state(tensors, self._steps()), progress)
+                for piece in self._saved_pieces(number, parameter):
+                    held = self._buffers.copy(_buffer(kind, piece), piece.read(local))
+                    tensors[kind][piece.name].include(piece.offset, held)
+        return Snapshot.of(self._state(tensors, self._steps()), progress)
+
+    def reserve(self) -> Callable[[], None]:
+        """Return a function that allocates what `snapshot` needs, for any thread."""
+        shapes = {
+            _buffer(kind, piece): torch.empty(piece.sizes, dtype=self._dtype, device="meta")
+            for number, parameter in enumerate(self._weights.parameters)
+            for piece in self._saved_pieces(number, parameter)
+            for kind in (MASTER, *MOMENTS)
+        }
+        return lambda: self._buffers.reserve(shapes)
+
+    def _saved_pieces(self, number: int, parameter: Parameter) -> list[Piece]:
+        """Return the pieces of a parameter that this rank saves."""
+        data_ranks = self._place.groups.dp_cp
+        if number % data_ranks.size() != data_ranks.rank() or self._is_copy(parameter):
+            return []
+        return [
+            piece
+            for piece in parameter.pieces
+            if all(piece.sizes) and not (piece.replicated and self._place.tensor_rank)
+        ]
 
     @torch.no_grad()
     def load(self, location: Location, progress: dict[str, int]) -> dict[str, int]:
@@ -205,3 +234,8 @@ class Checkpoints:
 
     def _is_copy(self, parameter: Parameter) -> bool:
         return self._weights.copied_output and parameter.name.startswith("output_layer.")
+
+
+def _buffer(kind: str, piece: Piece) -> str:
+    """Return the name of the host memory of a piece."""
+    return f"{kind}.{piece.name}.{piece.offset}"

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from agenticrun_workers.models.devices import HostCopies, compute_device
 from agenticrun_workers.models.lora import Adapters
 from agenticrun_workers.models.pretrained import load_config
+from agenticrun_workers.trainer.checkpoint import Snapshot
 from agenticrun_workers.trainer.megatron.architecture import Architecture
 from agenticrun_workers.trainer.megatron.checkpoint import Checkpoints
 from agenticrun_workers.trainer.megatron.model import MegatronModel, even_rows, transformer_config
@@ -122,8 +123,11 @@ class MegatronStrategy:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(self._hugging_face)
         return model
 
-    def save(self, folder: str, progress: dict[str, int]) -> None:
-        self._checkpoints.save(folder, progress)
+    def snapshot(self, progress: dict[str, int]) -> Snapshot:
+        return self._checkpoints.snapshot(progress)
+
+    def reserve_snapshot(self) -> Callable[[], None]:
+        return self._checkpoints.reserve()
 
     def load(self, folder: str, progress: dict[str, int]) -> dict[str, int]:
         with megatron_device():
