@@ -516,7 +516,7 @@ SECTIONS = (
                 "s",
                 "`val` validation, `old_log_probs_values` scoring, `credit`, `handover` of "
                 "shared GPUs to the trainers, `checkpoint` (in the next step), while ranks "
-                "copy their state",
+                "copy their state and the last write ends",
             ),
             Metric(
                 "checkpoint/seconds",

@@ -285,8 +285,8 @@ class PodRole(Model):
     """As in a pod spec."""
     termination_grace_period_seconds: Annotated[int, Field(ge=0, le=3600)] | None = None
     """As in a pod spec. Default: 30; for head, trainer, reference and critic pods of a run with
-    checkpoints, the time to end a step and save: with `model.initialize` 60 and one second per 100
-    MB, at most 1800; with `model.path` 300."""
+    checkpoints, the time to end a step and save: with `model.initialize` 60 and two seconds per 100
+    MB, at most 1800; with `model.path` 600."""
     env: OpenList = []
     """Environment variables of the role's containers, as in a pod spec."""
     env_from: OpenList = []

@@ -27,7 +27,7 @@ from agenticrun_api.roles import (
 
 SHORT_GRACE_SECONDS = 30
 """Termination grace period of pods that save nothing. Kubernetes' own default."""
-SAVE_GRACE_SECONDS = 300
+SAVE_GRACE_SECONDS = 600
 """That of pods that save a model of unknown size."""
 MAX_GRACE_SECONDS = 1800
 STEP_SECONDS = 60
@@ -974,7 +974,9 @@ class AgenticRunSpec(Model):
         size = self.max_checkpoint_bytes
         if size is None:
             return SAVE_GRACE_SECONDS
-        return min(STEP_SECONDS + math.ceil(size / SAVED_BYTES_PER_SECOND), MAX_GRACE_SECONDS)
+        # The last checkpoint may still be on its way when the driver has to save another one.
+        saves = math.ceil(2 * size / SAVED_BYTES_PER_SECOND)
+        return min(STEP_SECONDS + saves, MAX_GRACE_SECONDS)
 
     @property
     def engine_role(self) -> Role:

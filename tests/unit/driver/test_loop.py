@@ -845,6 +845,33 @@ async def test_a_write_that_fails_ends_the_run_after_the_step_and_is_retried(
 
 
 @pytest.mark.usefixtures("fast_polls")
+@pytest.mark.parametrize("ends", ["stop", "guard"])
+async def test_a_write_that_fails_hides_neither_a_stop_nor_a_guard(
+    tmp_path: Path, ends: str
+) -> None:
+    guards = {"minEntropy": 0.5, "patience": 2, "action": "Fail"} if ends == "guard" else {}
+    run = Run(tmp_path, maxSteps=9, saveSteps=2, evalSteps=0, guards=guards)
+    run.measured = {"actor/entropy": 0.1}
+    ranks = SlowRanks(run)
+    train_actor = run.train_actor
+
+    async def stop_then_train(version: int, *, update: bool) -> Metrics:
+        if version == 3 and ends == "stop":
+            run.requests.stop.set()
+            ranks.error = OSError(5, "Input/output error")
+            await asyncio.sleep(0.05)
+            ranks.error, ranks.free = None, True
+        return await train_actor(version, update=update)
+
+    run.train_actor = stop_then_train  # type: ignore[method-assign]
+    if ends == "guard":
+        ranks.error = OSError(5, "Input/output error")
+    with pytest.raises(StopRequested if ends == "stop" else GuardTripped):
+        await asyncio.wait_for(run.loop.run(), 30)
+    assert saved_steps(run) == ([3] if ends == "stop" else [])
+
+
+@pytest.mark.usefixtures("fast_polls")
 @pytest.mark.parametrize("written", [True, False])
 async def test_a_run_that_fails_leaves_its_ranks_a_little_time_to_write(
     tmp_path: Path, written: bool, monkeypatch: pytest.MonkeyPatch

@@ -314,9 +314,9 @@ def test_head_and_savers_let_the_driver_save_before_they_go_and_others_go_at_onc
     for role in Role:
         pod = pod_of(cluster, role)
         saves = role in (Role.DRIVER, Role.TRAINER, Role.REFERENCE, Role.CRITIC)
-        assert pod["terminationGracePeriodSeconds"] == (61 if saves else 30)
+        assert pod["terminationGracePeriodSeconds"] == (62 if saves else 30)
         hook = pod["containers"][0].get("lifecycle")
-        command = ["python", "-m", "agenticrun_workers.reporting.leave", "59"]
+        command = ["python", "-m", "agenticrun_workers.reporting.leave", "60"]
         assert hook == ({"preStop": {"exec": {"command": command}}} if saves else None)
     (reporter,) = pod_of(cluster, Role.DRIVER)["initContainers"]
     assert reporter["env"] == [
@@ -336,10 +336,10 @@ def test_head_and_savers_let_the_driver_save_before_they_go_and_others_go_at_onc
     ("changes", "grace"),
     [
         ((), 61),
-        ((("spec.model", {"initialize": {"hiddenSize": 1024, "layers": 24}}),), 77),
+        ((("spec.model", {"initialize": {"hiddenSize": 1024, "layers": 24}}),), 93),
         ((("spec.model", {"initialize": {"hiddenSize": 8192, "layers": 128}}),), 1800),
         ((("spec.checkpoint", {"none": True}),), 30),
-        ((("spec.model", {"path": "Qwen/Qwen3-8B"}), ("spec.checkpoint.uri", "s3://b/runs")), 300),
+        ((("spec.model", {"path": "Qwen/Qwen3-8B"}), ("spec.checkpoint.uri", "s3://b/runs")), 600),
     ],
 )
 def test_the_grace_period_is_enough_to_save_a_checkpoint(changes: Any, grace: int) -> None:

@@ -7,6 +7,7 @@ import json
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -404,6 +405,23 @@ def test_the_error_of_a_write_is_raised_where_its_end_is_asked_for(
     for _ in range(2):
         with pytest.raises(OSError, match="No space left"):
             durable(writer, "actor_train")
+
+
+class EndsWhenAsked(Future[None]):
+    """A write that fails just after it was asked whether it has ended."""
+
+    def done(self) -> bool:
+        ended = super().done()
+        if not ended:
+            self.set_exception(OSError(28, "No space left on device"))
+        return ended
+
+
+def test_a_write_that_fails_while_it_is_asked_for_is_not_durable(writer: SnapshotWriter) -> None:
+    writer._writes["actor_train"] = EndsWhenAsked()
+    assert not writer.is_durable("actor_train")
+    with pytest.raises(OSError, match="No space left"):
+        writer.is_durable("actor_train")
 
 
 @pytest.mark.parametrize("trained", [True, False])

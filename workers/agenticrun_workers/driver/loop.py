@@ -222,18 +222,16 @@ class Loop:
             self._parts.progress.activity(Activity.STOPPING)
             # A stop during the warm-up saves nothing: it is not a state that a run resumes from.
             if not self._fresh:
+                await self._outlast_saving()
                 await self._save()
                 await self._finish_saving()
             raise
         except GuardTripped:
-            await self._finish_saving()
+            await self._outlast_saving()
             raise
         except Exception:
             # Not for long: ranks that wait in vain for a lost one answer nothing.
-            if self._saving is not None:
-                done, _ = await asyncio.wait([self._saving], timeout=FAILED_SAVE_SECONDS)
-                if done and (error := self._saving.exception()):
-                    log.warning("a checkpoint was not saved: %s", error)
+            await self._outlast_saving(FAILED_SAVE_SECONDS)
             raise
         finally:
             if self._saving is not None:
@@ -249,6 +247,9 @@ class Loop:
         # Logged before it is saved: a resumed run must not miss the metrics of a step it has.
         await self._log(batch, metrics)
         if self._saving is not None and self._saving.done():
+            # A stop goes first: it saves again, which may succeed.
+            if self._saving.exception():
+                self._parts.requests.check_stop()
             await self._finish_saving()
         await self._save_if_due()
         await self._begin_or_end_trace()
@@ -493,6 +494,17 @@ class Loop:
         if self._saving is not None:
             saving, self._saving = self._saving, None
             await saving
+
+    async def _outlast_saving(self, timeout: float | None = None) -> None:
+        """Wait for the end of the last save, at most so many seconds; log why it failed."""
+        if self._saving is None:
+            return
+        self._parts.progress.activity(Activity.CHECKPOINT)
+        done, _ = await asyncio.wait([self._saving], timeout=timeout)
+        if done:
+            saving, self._saving = self._saving, None
+            if error := saving.exception():
+                log.warning("a checkpoint was not saved: %s", error)
 
     async def _trainers_compute(self) -> None:
         """Give the trainers the devices, where engines share them."""

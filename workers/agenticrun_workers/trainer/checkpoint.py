@@ -518,9 +518,10 @@ class SnapshotWriter:
     def is_durable(self, name: str) -> bool:
         """Return True once the last snapshot of a model is durable, or raise why it is not."""
         write = self._writes[name]
-        if write.done():
-            write.result()
-        return write.done()
+        if not write.done():
+            return False
+        write.result()
+        return True
 
     def close(self) -> None:
         """End the thread after the write that it is in."""
