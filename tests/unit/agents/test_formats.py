@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agenticrun_workers.agents.chat_families import DEMANDING, AnswerReader, find_family
-from agenticrun_workers.agents.outside.formats import MAX_SPACES, AnswerFormat, check_schema
+from agenticrun_workers.agents.outside.formats import (
+    MAX_ITEMS,
+    MAX_SPACES,
+    AnswerFormat,
+    check_schema,
+)
 from agenticrun_workers.agents.outside.messages import ApiError
 
 STRICT: dict[str, Any] = {
@@ -364,6 +369,11 @@ def test_values_that_are_nested_without_end_are_ended() -> None:
             },
             "s.properties.a.maxItems",
         ),
+        (
+            {"type": "object", "properties": {"a": {"type": "array", "minItems": True}}},
+            "s.properties.a.minItems",
+        ),
+        ({"$ref": "#/$defs/A", "$defs": {"A": True}}, "s"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_its_place(schema: Any, param: str) -> None:
@@ -372,7 +382,49 @@ def test_what_cannot_be_enforced_is_refused_by_its_place(schema: Any, param: str
     assert refused.value.param == param
 
 
+def numbers(**counts: int) -> dict[str, Any]:
+    return {"type": "array", "items": {"type": "integer"}, **counts}
+
+
+@pytest.mark.parametrize("key", ["minItems", "maxItems"])
+def test_an_array_of_more_items_than_any_answer_has_is_refused(key: str) -> None:
+    """Clients may send any number, and the engines' grammars repeat the items."""
+
+    def schema(count: int) -> dict[str, Any]:
+        return {"type": "object", "properties": {"a": {"anyOf": [numbers(**{key: count})]}}}
+
+    assert check_schema(schema(MAX_ITEMS), "s")
+    with pytest.raises(ApiError, match=f"must be at most {MAX_ITEMS}, not 1000000000: lower") as no:
+        check_schema(schema(1_000_000_000), "s")
+    assert no.value.param == f"s.properties.a.anyOf[0].{key}"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["minLength", "maxLength", "minProperties", "maxProperties", "minContains", "maxContains"],
+)
+def test_other_counts_and_patterns_never_reach_a_grammar(key: str) -> None:
+    for keyword, value in ((key, 1_000_000_000), ("pattern", "a{1000000000}")):
+        schema = {"type": "object", "additionalProperties": {"type": "string", keyword: value}}
+        with pytest.raises(ApiError, match="cannot be enforced: leave it out") as no:
+            check_schema(schema, "s")
+        assert no.value.param == f"s.additionalProperties.{keyword}"
+
+
+@pytest.mark.parametrize("place", ["default", "examples", "title"])
+def test_a_reference_leads_only_to_a_schema_that_was_checked(place: str) -> None:
+    """Values of other keywords may be anything, also an array of a billion items."""
+    hidden: Any = [numbers(minItems=1_000_000_000)] if place == "examples" else numbers(minItems=2)
+    properties = {"a": {"$ref": f"#/{place}" + "/0" * (place == "examples")}}
+    with pytest.raises(ApiError, match="is not a schema in this schema") as no:
+        check_schema({"type": "object", "properties": properties, place: hidden}, "s")
+    assert no.value.param == "s.properties.a.$ref"
+
+
 def test_schemas_that_frameworks_send_are_taken() -> None:
     assert check_schema(STRICT, "s") is STRICT
     assert check_schema({"$ref": "#/$defs/A", "$defs": {"A": {"type": "object"}}}, "s")
     assert check_schema({"title": "A", "description": "B", **LOOSE}, "s")
+    nested = {"a": {"type": "object", "properties": {"b": {}}}, "c": {"$ref": "#/properties/a"}}
+    within = {"d": {"$ref": "#/properties/a/properties/b"}}
+    assert check_schema({"type": "object", "properties": nested | within}, "s")
