@@ -52,6 +52,41 @@ def test_a_grammar_and_a_tokenizer_are_loaded_only_to_enforce_formats() -> None:
     assert "skip_tokenizer_init" not in flags
 
 
+@pytest.mark.parametrize(
+    ("config", "enforces"),
+    [
+        ({}, True),
+        ({"max_running_requests": 3}, True),
+        ({"grammar_backend": "xgrammar"}, True),
+        ({"grammar_backend": None}, True),
+        ({"grammar_backend": "none"}, False),
+        ({"grammar-backend": "outlines"}, False),
+        ({"grammar": "none"}, False),
+    ],
+)
+def test_an_engine_enforces_formats_unless_an_option_of_the_run_prevents_it(
+    config: dict[str, Any], *, enforces: bool, tmp_path: Path
+) -> None:
+    engine = SglangEngine(
+        tmp_path,
+        dtype="float32",
+        max_length=64,
+        log_folder=tmp_path,
+        config=config,
+        enforces_formats=True,
+    )
+    assert engine.enforces_formats == enforces
+    without = SglangEngine(
+        tmp_path, dtype="float32", max_length=64, log_folder=tmp_path, config=config
+    )
+    assert not without.enforces_formats
+
+
+def test_without_a_grammar_the_tokenizer_is_not_loaded_either(tmp_path: Path) -> None:
+    asked = replace(options(grammar_backend="none"), enforces_formats=True)
+    assert "--skip-tokenizer-init" in asked.flags(port=1)
+
+
 def test_on_gpus_it_spans_all_of_the_engines() -> None:
     flags = parsed(options(gpus=4).flags(port=1))
     assert (flags["device"], flags["tp_size"]) == ("cuda", "4")

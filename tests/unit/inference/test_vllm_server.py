@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agenticrun_workers.inference.vllm.engine import VllmEngine
 from agenticrun_workers.inference.vllm.server import (
     OWNED,
     max_requests,
@@ -62,6 +63,40 @@ def test_defaults_can_be_replaced_and_removed() -> None:
 def test_a_tokenizer_is_loaded_only_to_enforce_formats() -> None:
     assert "--skip-tokenizer-init" in flags()
     assert "--no-skip-tokenizer-init" in flags(formats=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "enforces"),
+    [
+        ({}, True),
+        ({"max_num_seqs": 8}, True),
+        ({"skip_tokenizer_init": False}, True),
+        ({"skip_tokenizer_init": None}, True),
+        ({"structured_outputs_config": None}, True),
+        ({"skip_tokenizer_init": True}, False),
+        ({"skip-tokenizer-init": True}, False),
+        ({"skip_tok": True}, False),
+        ({"structured_outputs_config": {"backend": "outlines"}}, False),
+        ({"structured-outputs-config.backend": "outlines"}, False),
+        ({"reasoning_parser": "qwen3"}, False),
+    ],
+)
+def test_an_engine_enforces_formats_unless_an_option_of_the_run_prevents_it(
+    config: dict[str, Any], *, enforces: bool, tmp_path: Path
+) -> None:
+    engine = VllmEngine(
+        tmp_path,
+        dtype="float32",
+        max_length=64,
+        log_folder=tmp_path,
+        config=config,
+        enforces_formats=True,
+    )
+    assert engine.enforces_formats == enforces
+    without = VllmEngine(
+        tmp_path, dtype="float32", max_length=64, log_folder=tmp_path, config=config
+    )
+    assert not without.enforces_formats
 
 
 def test_only_an_engine_that_shares_its_gpus_can_sleep() -> None:

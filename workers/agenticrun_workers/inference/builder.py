@@ -51,7 +51,7 @@ def build_engine(
         logs: folder for a server's output.
         shares_gpus: a trainer has the GPUs while the engine sleeps (placement Colocated).
         enforces_formats: take requests with a `structural_tag`, if the engine can: the embedded one
-            cannot.
+            cannot, nor can a server whose options in `config` prevent it.
 
     Raises:
         InvalidConfig: an option that the engine does not have, or that another field decides.

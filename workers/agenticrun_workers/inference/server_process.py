@@ -604,6 +604,22 @@ def command_line(
     return [word for name, value in options.items() for word in _words(name, value, negatable)]
 
 
+def leaves(config: Mapping[str, Any], needed: Mapping[str, Any]) -> bool:
+    """Return True if `strategy.config` leaves options at the values that something needs.
+
+    Args:
+        config: the user's options.
+        needed: names of options, with their values. The server's own default, None, serves as well.
+    """
+    for key, value in config.items():
+        # argparse accepts any prefix of an option, and vLLM `option.key` for an item of a mapping.
+        name = key.replace("-", "_").strip("_").partition(".")[0]
+        for option, needs in needed.items():
+            if option.startswith(name) and value not in (None, needs):
+                return False
+    return True
+
+
 def _words(name: str, value: Any, negatable: bool) -> list[str]:
     flag = "--" + name.replace("_", "-")
     match value:

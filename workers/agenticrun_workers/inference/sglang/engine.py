@@ -106,7 +106,8 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         gpus: number of GPUs for tensor parallelism; 0: compute on the CPU.
         shares_gpus: a trainer has the GPUs while the engine sleeps.
         trust_remote_code: run the Python code in the model's folder.
-        enforces_formats: take requests with a `structural_tag`. The folder needs a tokenizer then.
+        enforces_formats: take requests with a `structural_tag`, unless `config` prevents it. The
+            folder needs a tokenizer then.
 
     Raises:
         ValueError: `config` has an option that another field decides.
@@ -128,7 +129,6 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         trust_remote_code: bool = False,
         enforces_formats: bool = False,
     ) -> None:
-        self.enforces_formats = enforces_formats
         self._options = SglangOptions(
             folder,
             dtype,
@@ -142,6 +142,7 @@ class SglangEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             trust_remote_code,
             enforces_formats,
         )
+        self.enforces_formats = self._options.enforces_formats
         self._restart_on_update = restart_on_update
         self._version = version
         self._process: ServerProcess | None = None

@@ -24,6 +24,7 @@ from agenticrun_workers.inference.server_process import (
     cuda_toolkit,
     find_engine,
     gpu_environment,
+    leaves,
     raise_refusal,
     with_our_plugin,
 )
@@ -84,6 +85,9 @@ or while other processes allocate memory.
 """
 SHARED_GPU_DEFAULTS: Mapping[str, Any] = {"enable_memory_saver": True}
 """`enable_memory_saver`: lets `sleep` free the memory for a trainer."""
+FORMATS: Mapping[str, Any] = {"grammar_backend": "xgrammar"}
+"""Options that the server needs to enforce formats, besides a tokenizer. Other backends do not have
+xgrammar's structural tags."""
 DTYPES = ("float32", "bfloat16", "float16")
 UNLIMITED = 1 << 30
 FLUSH_SECONDS = 30
@@ -109,9 +113,12 @@ class SglangOptions:
     shares_gpus: bool = False
     trust_remote_code: bool = False
     enforces_formats: bool = False
+    """True if formats are wanted and no option of `config` prevents them."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for options that we own, or a dtype that SGLang does not support."""
+        enforces = self.enforces_formats and leaves(self.config, FORMATS)
+        object.__setattr__(self, "enforces_formats", enforces)
         if self.dtype not in DTYPES:
             raise ValueError(
                 f"spec.model.dtype is {self.dtype}, but SGLang computes with {' or '.join(DTYPES)}"
@@ -162,7 +169,7 @@ class SglangOptions:
             "skip_tokenizer_init": not self.enforces_formats,
             "incremental_streaming_output": True,
             "skip_server_warmup": True,
-            "grammar_backend": "xgrammar" if self.enforces_formats else "none",
+            "grammar_backend": FORMATS["grammar_backend"] if self.enforces_formats else "none",
             "trust_remote_code": self.trust_remote_code,
         }
         return [*command_line(ours, {}), *command_line(self.config, OWNED, self._defaults)]

@@ -99,7 +99,8 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
         threads: CPU threads of the server's computation.
         gpus: number of GPUs; 0: compute on the CPU.
         shares_gpus: a trainer has the GPUs while the engine sleeps.
-        enforces_formats: take requests with a `structural_tag`. The folder needs a tokenizer then.
+        enforces_formats: take requests with a `structural_tag`, unless `config` prevents it. The
+            folder needs a tokenizer then.
 
     Raises:
         ValueError: `config` has an option that another field decides.
@@ -133,7 +134,7 @@ class VllmEngine(InferenceEngine, SupportsBroadcast, ReportsProgress):
             shares_gpus,
             enforces_formats,
         )
-        self.enforces_formats = enforces_formats
+        self.enforces_formats = self._server.enforces_formats
         self._version = version
         self._restart_on_update = restart_on_update
         self._in_flight: dict[str, _InFlight] = {}

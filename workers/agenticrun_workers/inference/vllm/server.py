@@ -17,6 +17,7 @@ from agenticrun_workers.inference.server_process import (
     command_line,
     find_engine,
     gpu_environment,
+    leaves,
     with_our_plugin,
 )
 
@@ -94,6 +95,13 @@ OWNED = {
     "ssl_ciphers": ENGINE,
     "enable_ssl_refresh": ENGINE,
 }
+FORMATS: Mapping[str, Any] = {
+    "skip_tokenizer_init": False,
+    "structured_outputs_config": None,
+    "reasoning_parser": None,
+}
+"""Options that the server needs to enforce formats. With a parser of reasoning it would enforce
+them only after the reasoning, which our formats contain; some backends read no structural tags."""
 SERVED_NAME = "policy"
 DTYPES = ("float32", "bfloat16")
 MAX_REQUESTS = 256
@@ -118,6 +126,7 @@ class VllmServer:
     gpus: int
     shares_gpus: bool
     enforces_formats: bool = False
+    """True if formats are wanted and no option of `config` prevents them."""
     flags: list[str] = field(init=False)
     max_requests: int = field(init=False)
     """Number of requests that the server computes at once."""
@@ -125,6 +134,8 @@ class VllmServer:
     """Number of workers that share the model."""
 
     def __post_init__(self) -> None:
+        enforces = self.enforces_formats and leaves(self.config, FORMATS)
+        object.__setattr__(self, "enforces_formats", enforces)
         flags = server_flags(
             self.folder,
             dtype=self.dtype,
