@@ -11,9 +11,8 @@ from pathlib import Path
 
 from agenticrun_api import AgenticRun
 from agenticrun_workers.agents import AgentLimits, ChatFormat
-from agenticrun_workers.agents.outside.messages import ApiError
 from agenticrun_workers.agents.outside.policy_endpoint import PolicyEndpoint
-from agenticrun_workers.agents.outside.session import Policy
+from agenticrun_workers.agents.outside.session import Policy, RequestRefused
 from agenticrun_workers.inference import InferenceEngine, InvalidRequest
 from agenticrun_workers.inference.builder import build_engine
 from agenticrun_workers.models.source import ModelSource
@@ -116,7 +115,7 @@ class _Generate:
         try:
             return await self._engine.generate(request)
         except InvalidRequest as error:
-            raise ApiError(400, f"the engine refuses the request: {error}") from error
+            raise RequestRefused(error.reason) from error
         except asyncio.CancelledError:
             # Otherwise the engine would sample to the end, for no one.
             await self._engine.abort([request.request_id])

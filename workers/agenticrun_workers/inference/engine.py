@@ -391,4 +391,13 @@ class UnusableModel(EngineStartError):
 
 
 class InvalidRequest(EngineError):
-    """The engine can never serve this request. The engine itself is unharmed."""
+    """The engine can never serve this request. The engine itself is unharmed.
+
+    Args:
+        message: for logs.
+        reason: for the client that sent the request. Default: the message.
+    """
+
+    def __init__(self, message: str, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = message if reason is None else reason

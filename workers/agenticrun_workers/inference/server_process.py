@@ -76,6 +76,8 @@ KERNEL_CACHES = {
     "VLLM_CACHE_ROOT": "vllm",
 }
 """Variables of the compilers that engines use -> folder in `kernel_cache`."""
+LONGEST_MESSAGE = 2000
+"""Most characters of a server's message in an error."""
 END_SECONDS = 60.0
 """Longest time that a server's processes may outlive its connections.
 
@@ -407,8 +409,21 @@ def with_our_plugin(variable: str) -> dict[str, str]:
 
 def raise_refusal(path: str, status: int, message: str) -> NoReturn:
     """Raise the error of a request that was answered with another status than 200."""
-    kind = InvalidRequest if status == 400 else EngineError
-    raise kind(f"{path} was answered {status}: {message[:2000]}")
+    failure = f"{path} was answered {status}: {message[:LONGEST_MESSAGE]}"
+    if status == 400:
+        raise InvalidRequest(failure, " ".join(_reason(message)[:LONGEST_MESSAGE].split()))
+    raise EngineError(failure)
+
+
+def _reason(body: str) -> str:
+    """Return the message in the body of a refusal; the body if it has none."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return body
+    error = content.get("error", content) if isinstance(content, Mapping) else None
+    message = error.get("message") if isinstance(error, Mapping) else None
+    return message if isinstance(message, str) else body
 
 
 def _content(path: str, event: bytes) -> Any:

@@ -345,6 +345,14 @@ class Policy:
     trained: their log-probs must be those of the whole vocabulary."""
 
 
+class RequestRefused(Exception):
+    """An engine cannot serve a request of a client, who has to change it. The message says why.
+
+    Only engines whose answers are not trained raise it: in a run the endpoint makes the requests
+    fit.
+    """
+
+
 class Session:
     """Handler of the requests of one episode. Create it inside an event loop."""
 
@@ -565,7 +573,13 @@ class Session:
         parent = self.recorded.parent_of(prompt_T, matched, thread)
         self._numbers += 1
         number = self._numbers
-        answers = await self._sample(options.n, partial(draw, number))
+        try:
+            answers = await self._sample(options.n, partial(draw, number))
+        except RequestRefused as error:
+            raise refused(
+                param,
+                f"the engine refuses the request: {error}. Shorten it, or ask for fewer tokens",
+            ) from error
         response = Response(
             f"{self._episode.key}-{number}",
             int(time.time()),
@@ -617,7 +631,7 @@ class Session:
             error = failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed
             if isinstance(error, asyncio.CancelledError):
                 raise
-            if isinstance(error, ApiError):
+            if isinstance(error, ApiError | RequestRefused):
                 raise error from None
             if not self.failed.done():
                 self.failed.set_exception(error)
@@ -643,9 +657,16 @@ class Session:
         number, *rest = place
         path = [0, number] if seed is None else [1, seed]
         name = "-".join(map(str, place))
-        return answered(
-            await self._generate(self._episode.request(name, prompt_T, sampling, [*path, *rest]))
-        )
+        request = self._episode.request(name, prompt_T, sampling, [*path, *rest])
+        try:
+            return answered(await self._generate(request))
+        except RequestRefused as error:
+            if form is None:
+                raise
+            raise refused(
+                "tools" if form.schema is None else "response_format",
+                f"the engine cannot enforce it: {error}. Simplify the schema",
+            ) from error
 
     def _longest(self, prompt_T: IntArray, options: RequestOptions) -> int:
         """Return the largest number of tokens of an answer."""
