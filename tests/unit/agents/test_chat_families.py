@@ -57,6 +57,16 @@ def calls(answer: ParsedAnswer) -> list[tuple[str, Any]]:
         ({"enum": ["left", "right"]}, "left"),
         ({"const": "left"}, "left"),
         ({"$ref": "#/$defs/Side"}, "left"),
+        ({"$ref": "#/$defs/Chain"}, "left"),
+        ({"anyOf": [{"enum": ["left"], "type": "string"}, {"type": "null"}]}, "left"),
+        ({"anyOf": [{"enum": [1]}, {"anyOf": [{"const": "left"}, {"type": "null"}]}]}, "left"),
+        ({"oneOf": [{"const": "right"}, {"$ref": "#/$defs/Side"}]}, "left"),
+        ({"allOf": [{"$ref": "#/$defs/Side"}]}, "left"),
+        ({"allOf": [{"type": "string"}, {"$ref": "#/$defs/Side"}]}, "left"),
+        ({"anyOf": [{"enum": ["left"]}, {"type": "string"}]}, "\n\n left \n\n"),
+        ({"anyOf": [{"enum": ["left"]}, {"type": ["null", "string"]}]}, "\n\n left \n\n"),
+        ({"$ref": "#/$defs/Loop"}, "\n\n left \n\n"),
+        ({"$ref": "#/$defs/Nowhere"}, "\n\n left \n\n"),
         ({"enum": ["left", "\n\n left \n\n"]}, "\n\n left \n\n"),
         ({"type": "string"}, "\n\n left \n\n"),
     ],
@@ -64,7 +74,12 @@ def calls(answer: ParsedAnswer) -> list[tuple[str, Any]]:
 def test_space_around_a_text_that_the_schema_lists_is_no_part_of_it(
     family: str, schema: dict[str, Any], value: str
 ) -> None:
-    parameters = {"properties": {"side": schema}, "$defs": {"Side": {"enum": ["left"]}}}
+    defs = {
+        "Side": {"enum": ["left"]},
+        "Chain": {"$ref": "#/$defs/Side"},
+        "Loop": {"allOf": [{"$ref": "#/$defs/Loop"}]},
+    }
+    parameters = {"properties": {"side": schema}, "$defs": defs}
     tool = {"type": "function", "function": {"name": "turn", "parameters": parameters}}
     text = {
         "qwen_xml": "<tool_call>\n<function=turn>\n<parameter=side>\n\n\n left \n\n\n</parameter>\n"

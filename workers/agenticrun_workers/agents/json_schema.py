@@ -23,7 +23,8 @@ _NO_TEXT = re.compile(
     r"\s*(?:[-+]?[\d._]+(?:[eE][-+]?\d+)?|(?i:true|false)|null|None|[{\[].*)\s*", re.S
 )
 """Texts that are read as a value of another type where the schema allows one."""
-_SAYS_TYPE = ("$ref", "type", "enum", "const", *_CHOICES)
+_LISTS = ("$ref", "enum", "const", *_CHOICES)
+_SAYS_TYPE = ("type", *_LISTS)
 
 
 def resolved(root: Schema, reference: Any) -> Schema:
@@ -94,22 +95,51 @@ def types_of(schema: Schema, root: Schema) -> list[str]:
 
 
 def listed_values(schema: Schema, root: Schema) -> list[Any]:
-    """Return the values that a schema lists, none if it lists none. It may be a reference."""
-    if isinstance(schema, Mapping) and "$ref" in schema:
-        try:
-            schema = resolved(root, schema["$ref"])
-        except KeyError:
+    """Return the values that a schema lists; none if it lists none or allows any text besides.
+
+    Args:
+        schema: it may refer to others and list alternatives.
+        root: the schema that references start from.
+    """
+    found: list[Any] = []
+    seen: set[str] = set()
+    left = [schema]
+    while left:
+        part = left.pop(0)
+        if not isinstance(part, Mapping):
             return []
-    if not isinstance(schema, Mapping):
-        return []
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return values if isinstance(values, list) else []
+        reference = str(part.get("$ref", ""))
+        choices = next((part[key] for key in _CHOICES if isinstance(part.get(key), list)), None)
+        declared = part.get("type", "string")
+        if reference:
+            if reference in seen:
+                continue
+            seen.add(reference)
+            try:
+                left.insert(0, resolved(root, reference))
+            except KeyError:
+                return []
+        elif isinstance(values := part.get("enum"), list):
+            found += values
+        elif "const" in part:
+            found.append(part["const"])
+        elif choices is not None:
+            # All schemas of allOf apply: one that only names a type allows no further values.
+            every = [each for each in choices if isinstance(each, Mapping) and _lists(each)]
+            left = [*(every if "allOf" in part and every else choices), *left]
+        elif "string" in (declared if isinstance(declared, list) else [declared]):
+            return []
+    return found
 
 
 def _is_ambiguous(values: Sequence[Any]) -> bool:
     """Return True if a listed text would be read as a value of another listed type."""
     texts = [each for each in values if isinstance(each, str)]
     return len(texts) < len(values) and any(_NO_TEXT.fullmatch(each) for each in texts)
+
+
+def _lists(schema: Mapping[str, Any]) -> bool:
+    return any(key in schema for key in _LISTS)
 
 
 def _says_type(schema: Mapping[str, Any]) -> bool:
