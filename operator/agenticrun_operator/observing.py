@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import lru_cache
 from typing import TypeVar
 
@@ -31,6 +31,7 @@ from agenticrun_operator.observed import (
 )
 from agenticrun_operator.planning import times
 from agenticrun_operator.pod_reader import LabelledPod
+from agenticrun_operator.queue_positions import QueuePositions
 from agenticrun_operator.resources import Child, Manifest, OperatorKey, workloads
 from agenticrun_operator.watch_cache import WatchedObjects
 
@@ -47,8 +48,6 @@ DENIED_SECONDS = 30.0
 SUSPICIOUS_QUESTIONS = 256
 """Questions at the same time to heads that have not answered the last one. Those of a thousand such
 heads fit; the others wait for their next look, so that their connections are limited."""
-POSITIONS_SECONDS = 20.0
-"""Time for which one answer about the positions in a queue serves all runs that wait in it."""
 JITTER = 0.3
 """Share of the silence that is random, so that the heads of a lost node are not asked together."""
 _CHECKED = frozenset(
@@ -138,12 +137,11 @@ class Observer:
         self._suspicious = asyncio.Semaphore(SUSPICIOUS_QUESTIONS)
         self._pods: dict[str, _ResolvedPods] = {}
         """By the run's uid."""
-        self._positions: dict[tuple[str, str], tuple[datetime, Mapping[str, int]]] = {}
-        """When the positions in a queue were asked for, and the answer, by namespace and name."""
-        self._positions_at = datetime.min.replace(tzinfo=UTC)
-        """Time from which positions are asked for again, after the API that has them failed."""
-        self._asking = asyncio.Lock()
-        """Held while positions are asked for, so that runs of one queue ask once."""
+        self._positions = QueuePositions(kube, clock)
+
+    async def stop(self) -> None:
+        """End what runs in the background."""
+        await self._positions.stop()
 
     def forget(self, run_uid: str) -> None:
         """Forget a run that is gone or has ended."""
@@ -301,7 +299,9 @@ class Observer:
                 found = await self._kube.get(workloads.PRIORITY_KIND, "", name)
                 return QueueObjects(priority=found)
             if workload is not None and workloads.waits_for_quota(workload):
-                return QueueObjects(position=await self._position(run, run.spec.queue.name))
+                queue, namespace = run.spec.queue.name, run.metadata.namespace
+                position = self._positions.of(namespace, queue, workloads.name_of(run))
+                return QueueObjects(position=position)
             # Flavors choose nodes, so they are read when the RayCluster is about to be made.
             if workload is None or not needs_flavors or not workloads.is_admitted(workload):
                 return QueueObjects()
@@ -314,26 +314,6 @@ class Observer:
         return QueueObjects(
             flavors={name: item for name, item in zip(names, flavors, strict=True) if item}
         )
-
-    async def _position(self, run: AgenticRun, queue: str) -> int | None:
-        """Return the position of a run that waits in a queue; None if Kueue does not say."""
-        key = (run.metadata.namespace, queue)
-        async with self._asking:
-            now = self._clock()
-            asked, positions = self._positions.get(key, (None, {}))
-            old = asked is None or (now - asked).total_seconds() >= POSITIONS_SECONDS
-            if old and now >= self._positions_at:
-                try:
-                    positions = await self._kube.queue_positions(*key)
-                # A part of Kueue that administrators may leave out, as the right to read it.
-                except errors.ClusterError as error:
-                    log.debug("no positions in queue %s: %s", "/".join(key), error)
-                    positions = {}
-                    if not isinstance(error, errors.NotFound | errors.Denied):
-                        # The API has failed, not the queue: looks must not wait for it in turn.
-                        self._positions_at = now + timedelta(seconds=MAX_SILENCE_SECONDS)
-                self._positions[key] = (now, positions)
-        return positions.get(workloads.name_of(run))
 
     async def _lost_claim(self, run: AgenticRun, *, fresh: bool) -> dict[Child, Manifest | None]:
         """Return the claim of the run's checkpoints if it was deleted or is being deleted.

@@ -171,6 +171,10 @@ class Reconciler:
         self._unreadable: dict[Key, RunState | EndedRun] = {}
         """Runs that cannot be read."""
 
+    async def stop(self) -> None:
+        """End what runs in the background."""
+        await self._observer.stop()
+
     def is_current(self, key: Key) -> bool:
         """Return True if the newest version of the run that the watch saw was read or written here.
 

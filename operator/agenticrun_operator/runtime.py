@@ -186,6 +186,7 @@ class OperatorRuntime:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._reconcile_workers.stop()
         await self._slow_writes.stop()
+        await self._reconciler.stop()
         try:
             # Last: until here this operator may still be writing.
             await self._leadership.release()

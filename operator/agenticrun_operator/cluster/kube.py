@@ -44,7 +44,7 @@ ADMISSION_SECONDS = 35.0
 """Limit of a write that admission webhooks may see, and of a second try of one that may be
 repeated. A webhook may take 30 s, and the apiserver ends a write after 34 s."""
 POSITIONS_SECONDS = 2.0
-"""Limit for Kueue's positions, which no run needs: a Kueue that is down must delay no look."""
+"""Limit for Kueue's positions, which no run needs: questions about other queues wait for it."""
 CONNECT_SECONDS = 5.0
 """Limit for a new connection within any of these."""
 IDLE_SECONDS = 2.0

@@ -31,6 +31,7 @@ KUEUE_VERSION = "v1beta2"
 MIN_KUEUE = "0.15"
 """The first release of Kueue that serves `KUEUE_VERSION`."""
 
+_PREFIX = "agenticrun-"
 _ANNOTATION_FEWEST = f"{GROUP}/fewest-pods"
 """The `minCount` that was asked for, as role=number. With its feature gate PartialAdmission off,
 Kueue drops the field itself."""
@@ -60,7 +61,12 @@ Kueue does: at the end of its backoff, or when the queue is started again."""
 
 def name_of(run: AgenticRun) -> str:
     """Return the name of the run's Workload. It is of this run only, and not of a later one."""
-    return f"agenticrun-{run.metadata.name}-{run.metadata.uid[:8]}"
+    return f"{_PREFIX}{run.metadata.name}-{run.metadata.uid[:8]}"
+
+
+def is_of_a_run(name: str) -> bool:
+    """Return True if a Workload has a name as `name_of` makes them."""
+    return name.startswith(_PREFIX)
 
 
 def build(

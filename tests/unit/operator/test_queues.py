@@ -179,6 +179,23 @@ async def test_positions_are_asked_for_once_in_20_seconds_at_most() -> None:
         assert 3 <= world.requests.count("get positions") <= 7
 
 
+class SilentPositions(World):
+    async def queue_positions(self, namespace: str, queue: str) -> dict[str, int]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+async def test_no_look_waits_for_positions() -> None:
+    operator = a_run(free=False, world=SilentPositions)
+    async with asyncio.timeout(20):
+        await pass_time(operator, 120)
+    assert operator.world.status.message == f"queue research: {NO_QUOTA}"
+    kueue(operator.world).free = True
+    await operator.settle()
+    assert operator.world.jobs
+    await operator.reconciler.stop()
+
+
 async def test_flavors_decide_where_the_pods_go() -> None:
     operator = a_run()
     await operator.settle()

@@ -122,7 +122,7 @@ async def test_a_position_in_a_queue_counts_from_one(
     apiserver.requests.clear()
     with pytest.raises(Unanswered):
         await kube.queue_positions("team", "research")
-    assert len(apiserver.requests) == 1, "a second try would delay the look"
+    assert len(apiserver.requests) == 1, "a second try would delay other queues"
 
 
 # -- limits ----------------------------------------------------------------------------------------
