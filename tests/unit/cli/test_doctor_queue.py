@@ -223,10 +223,65 @@ def test_a_role_with_a_topology_needs_a_flavor_with_one() -> None:
     run = a_run(inference={"replicas": 2, "topology": {"required": "rack"}})
     found = quota(run, a_cluster_queue())
     assert found.verdict is Verdict.FAILED
-    assert "no ResourceFlavor of ClusterQueue gpus has a Topology, which inference" in found.found
+    assert "for cpu has a Topology, which inference" in found.found
     racks = named("a100", spec={"topologyName": "racks"})
-    found = queue_has_quota(run, LOCAL, [a_cluster_queue()], racks, "{}")
+    for topologies in (TOPOLOGIES, None):
+        found = queue_has_quota(run, LOCAL, [a_cluster_queue()], racks, "{}", topologies)
+        assert found.verdict is Verdict.OK
+
+
+RACKS, PLAIN = {"topologyName": "racks"}, {"nodeLabels": {"pool": "plain"}}
+TOPOLOGIES = named("racks", spec={"levels": [{"nodeLabel": "block"}, {"nodeLabel": "rack"}]})
+
+
+def near(kind: str, level: str, **fields: Any) -> dict[str, Any]:
+    return {"replicas": 2, "topology": {kind: level}, **fields}
+
+
+def with_topologies(run: AgenticRun, cluster: dict[str, Any], **flavors: Any) -> Finding:
+    specs = [item for name, spec in flavors.items() for item in named(name, spec=spec)]
+    return queue_has_quota(run, LOCAL, [cluster], specs, "{}", TOPOLOGIES)
+
+
+def test_a_topology_of_flavors_for_other_resources_does_not_help() -> None:
+    cluster = a_cluster_queue(flavor("cpus", {key: QUOTA[key] for key in QUOTA if key != GPU}))
+    cards = {"coveredResources": [GPU], "flavors": [flavor("a100", {GPU: 8})]}
+    cluster["spec"]["resourceGroups"].append(cards)
+    found = with_topologies(a_run(env=near("required", "rack")), cluster, cpus=PLAIN, a100=RACKS)
+    assert found.verdict is Verdict.FAILED
+    assert "for cpu has a Topology, which env pods ask for" in found.found
+    assert "spec.roles.env.topology" in found.advice
+
+
+@pytest.mark.parametrize("kind", ["required", "preferred"])
+@pytest.mark.parametrize("role", ["inference", "env"])
+def test_each_role_needs_a_topology_with_its_level(kind: str, role: str) -> None:
+    roles = {"inference": near("required", "rack"), "env": near("required", "block")}
+    run = a_run(**(roles | {role: near(kind, "row")}))
+    found = with_topologies(run, a_cluster_queue(), a100=RACKS)
+    assert found.verdict is Verdict.FAILED
+    assert f"level row, which {role} pods ask for" in found.found
+    assert f"spec.roles.{role}.topology" in found.advice
+    assert "block, rack" in found.advice
+    found = with_topologies(a_run(**roles), a_cluster_queue(), a100=RACKS)
     assert found.verdict is Verdict.OK
+
+
+def test_a_topology_that_does_not_exist_has_no_level() -> None:
+    run = a_run(env=near("required", "rack"))
+    found = with_topologies(run, a_cluster_queue(), a100={"topologyName": "rows"})
+    assert found.verdict is Verdict.FAILED
+    assert "level rack" in found.found
+
+
+def test_only_flavors_with_the_level_count_for_the_quota_of_a_role() -> None:
+    small = {**QUOTA, GPU: 1}
+    cluster = a_cluster_queue(flavor("a100", QUOTA), flavor("h100", small))
+    run = a_run(inference=near("required", "rack", gpus=1))
+    found = with_topologies(run, cluster, a100=PLAIN, h100=RACKS)
+    assert found.verdict is Verdict.FAILED
+    assert f"inference pods ask for 2 {GPU}, and each flavor with level rack" in found.found
+    assert with_topologies(run, cluster, a100=RACKS, h100=PLAIN).verdict is Verdict.OK
 
 
 def test_quota_that_others_hold_is_a_warning() -> None:
@@ -295,6 +350,7 @@ class WithKueue(Kubectl):
             "clusterqueues.v1beta2.kueue.x-k8s.io": [a_cluster_queue()],
             "resourceflavors.v1beta2.kueue.x-k8s.io": named("a100"),
             "workloadpriorityclasses.v1beta2.kueue.x-k8s.io": [],
+            "topologies.v1beta2.kueue.x-k8s.io": TOPOLOGIES,
         }
         return copy.deepcopy(found.get(kind, []))
 
@@ -369,6 +425,20 @@ def test_a_user_who_sees_only_the_queues_gets_rows_for_them(tmp_path: Path) -> N
     found = run_there(a_run(), tmp_path, kubectl)
     assert found["Kueue"].verdict is Verdict.NOT_CHECKED
     assert found["queue"].verdict is found["queue quota"].verdict is Verdict.OK
+
+
+class WithTopology(WithKueue):
+    @override
+    def _items(self, kind: str) -> list[dict[str, Any]]:
+        racks = named("a100", spec=RACKS)
+        return racks if kind.startswith("resourceflavors") else super()._items(kind)
+
+
+def test_levels_are_compared_if_topologies_can_be_read(tmp_path: Path) -> None:
+    run, kubectl = a_run(env=near("required", "row")), WithTopology()
+    assert run_there(run, tmp_path, kubectl)["queue quota"].verdict is Verdict.FAILED
+    kubectl.unreadable = ("topologies.v1beta2.kueue.x-k8s.io",)
+    assert run_there(run, tmp_path, kubectl)["queue quota"].verdict is Verdict.OK
 
 
 def test_settings_of_kueue_that_cannot_be_read_are_no_fault(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,11 @@ def _queue(run: AgenticRun, kubectl: Kubectl) -> Finding:
 
 def _queue_quota(run: AgenticRun, kubectl: Kubectl) -> Finding:
     local, clusters, flavors = _items(kubectl, "localqueues", "clusterqueues", "resourceflavors")
-    return queue_has_quota(run, local, clusters, flavors, _configuration(kubectl))
+    topologies: Objects | None = None
+    if any(run.spec.roles.topology(role) for role in run.spec.roles.workers):
+        with suppress(SourceError):
+            (topologies,) = _items(kubectl, "topologies")
+    return queue_has_quota(run, local, clusters, flavors, _configuration(kubectl), topologies)
 
 
 def _readable(read: Callable[[], Objects]) -> Objects:

@@ -201,6 +201,7 @@ def queue_has_quota(
     cluster_queues: Objects,
     flavors: Objects,
     configuration: str,
+    topologies: Objects | None = None,
 ) -> Finding:
     """Return whether the ClusterQueue can ever admit a run, and whether it can now.
 
@@ -212,6 +213,7 @@ def queue_has_quota(
         cluster_queues: all.
         flavors: all.
         configuration: Kueue's, as YAML; empty if it cannot be read.
+        topologies: all; None: they are not read.
     """
     assert run.spec.queue is not None
     local = _named(local_queues, run.spec.queue.name)
@@ -244,15 +246,6 @@ def queue_has_quota(
                 f"its administrator adds {', '.join(lacking)} to spec.resourceGroups{unless}",
             )
     known = {item["metadata"]["name"]: item.get("spec") or {} for item in flavors}
-    usable = [known.get(item["name"], {}) for group in groups for item in group["flavors"]]
-    close = next((role for role in run.spec.roles.workers if run.spec.roles.topology(role)), None)
-    if close and not any("topologyName" in flavor for flavor in usable):
-        return failed(
-            f"no ResourceFlavor of ClusterQueue {name} has a Topology, which {close.value} pods "
-            "ask for",
-            f"leave spec.roles.{close.value}.topology out, or an administrator sets topologyName "
-            "of a ResourceFlavor",
-        )
     used, short = _reserved(cluster), ""
     for group in groups:
         names = [item["name"] for item in group["flavors"]]
@@ -266,6 +259,10 @@ def queue_has_quota(
             role: {name: amounts[name] for name in group["coveredResources"] if name in amounts}
             for role, amounts in needed.items()
         }
+        pairs = [(known[flavor], limit) for flavor, limit in zip(names, limits, strict=True)]
+        for role, amounts in of_group.items():
+            if trouble_near := _lacks_topology(run, role, amounts, pairs, topologies, name):
+                return trouble_near
         if trouble := _too_large(of_group, limits):
             return failed(
                 f"{trouble} of ClusterQueue {name} has less",
@@ -284,6 +281,56 @@ def queue_has_quota(
             "the run waits (Queued) until other runs end, or preempts runs of lower priority",
         )
     return ok(f"ClusterQueue {name} has quota for all pods now")
+
+
+def _lacks_topology(
+    run: AgenticRun,
+    role: Role,
+    amounts: Amounts,
+    flavors: list[tuple[Mapping[str, Any], Amounts]],
+    topologies: Objects | None,
+    queue: str,
+) -> Finding | None:
+    """Return why no flavor of a resource group suits a role with a topology; None: one does.
+
+    Args:
+        run: the run.
+        role: the role.
+        amounts: what its pods ask for of the group's resources.
+        flavors: the spec and the limits of each.
+        topologies: as in `queue_has_quota`.
+        queue: the name of the ClusterQueue.
+    """
+    asked = run.spec.roles.topology(role)
+    if asked is None or not amounts:
+        return None
+    level, path = asked.required or asked.preferred, f"spec.roles.{role.value}.topology"
+    place = f"ResourceFlavor of ClusterQueue {queue} for {min(amounts)}"
+    near = [(spec["topologyName"], limits) for spec, limits in flavors if spec.get("topologyName")]
+    if not near:
+        return failed(
+            f"no {place} has a Topology, which {role.value} pods ask for",
+            f"leave {path} out, or an administrator sets topologyName of a ResourceFlavor",
+        )
+    if topologies is not None:
+        levels = {
+            item["metadata"]["name"]: [one["nodeLabel"] for one in item["spec"]["levels"]]
+            for item in topologies
+        }
+        known = sorted({one for name, _ in near for one in levels.get(name, ())})
+        near = [(name, limits) for name, limits in near if level in levels.get(name, ())]
+        if not near:
+            return failed(
+                f"no {place} has a Topology with level {level}, which {role.value} pods ask for",
+                f"name another level in {path} ({', '.join(known) or 'there is none'}), or an "
+                "administrator adds it to the Topology",
+            )
+    if trouble := _too_large({role: amounts}, [limits for _, limits in near]):
+        return failed(
+            f"{trouble} with level {level} of ClusterQueue {queue} has less",
+            f"lower spec.roles, leave {path} out, or its administrator raises the quota",
+        )
+    return None
 
 
 def _selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
