@@ -43,7 +43,7 @@ class _Queue:
     answered_at: datetime = _NEVER
     """When the question was asked that `positions` answers."""
     positions: Mapping[str, int] = field(default_factory=dict)
-    """Of runs only, by the name of the Workload."""
+    """By the name of the Workload; only those of runs."""
     due: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to ask at once."""
 
