@@ -110,13 +110,13 @@ class QueuePositions:
         found: Mapping[str, int] = {}
         try:
             found = await self._kube.queue_positions(*key)
-        except (errors.NotFound, errors.Denied) as error:  # of this queue only
-            log.debug("no positions in queue %s: %s", "/".join(key), error)
-        # An administrator may have left out this part of Kueue, or it is down.
         except errors.ClusterError as error:
             log.debug("no positions in queue %s: %s", "/".join(key), error)
-            self._again_at = self._clock() + timedelta(seconds=PAUSE_SECONDS)
-            return
+            # An administrator may have left out this part of Kueue, or it is down. These two are
+            # about this queue only.
+            if not isinstance(error, errors.NotFound | errors.Denied):
+                self._again_at = self._clock() + timedelta(seconds=PAUSE_SECONDS)
+                return
         queue.answered_at = asked_at
         queue.positions = {
             name: number for name, number in found.items() if workloads.is_of_a_run(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Schema = Any
@@ -46,6 +46,30 @@ def resolved(root: Schema, reference: Any) -> Schema:
     return found
 
 
+def _followed(left: list[Schema], root: Schema) -> Iterator[Mapping[str, Any] | None]:
+    """Take schemas from the front of a list, each before what its reference leads to.
+
+    None stands for a schema that allows any value, or that a reference does not lead to. The caller
+    may put the alternatives of a schema at the front.
+    """
+    seen: set[str] = set()
+    while left:
+        part = left.pop(0)
+        if not isinstance(part, Mapping):
+            yield None
+            continue
+        if reference := str(part.get("$ref", "")):
+            if reference in seen:
+                continue
+            seen.add(reference)
+            try:
+                left.insert(0, resolved(root, reference))
+            except KeyError:
+                yield None
+                continue
+        yield part
+
+
 def types_of(schema: Schema, root: Schema) -> list[str]:
     """Return the types that a value may have, in the schema's order; none if it may have any.
 
@@ -57,22 +81,13 @@ def types_of(schema: Schema, root: Schema) -> list[str]:
     """
     found: list[str] = []
     listed: list[Any] = []
-    seen: set[str] = set()
     left = [schema]
-    while left:
-        part = left.pop(0)
-        if not isinstance(part, Mapping):
+    for part in _followed(left, root):
+        if part is None:
             return []
-        reference = str(part.get("$ref", ""))
         choices = next((part[key] for key in _CHOICES if isinstance(part.get(key), list)), None)
-        if reference:
-            if reference in seen:
-                continue
-            seen.add(reference)
-            try:
-                left.insert(0, resolved(root, reference))
-            except KeyError:
-                return []
+        if part.get("$ref"):
+            pass
         elif isinstance(declared := part.get("type"), str):
             found.append(declared)
         elif isinstance(declared, list):
@@ -87,7 +102,7 @@ def types_of(schema: Schema, root: Schema) -> list[str]:
             typed = [each for each in choices if isinstance(each, Mapping) and _says_type(each)]
             if len(typed) < len(choices) and "allOf" not in part:
                 return []
-            left = [*typed, *left]
+            left[:0] = typed
         else:
             return []
         found += ["null"] if part.get("nullable") is True else []
@@ -102,31 +117,22 @@ def listed_values(schema: Schema, root: Schema) -> list[Any]:
         root: the schema that references start from.
     """
     found: list[Any] = []
-    seen: set[str] = set()
     left = [schema]
-    while left:
-        part = left.pop(0)
-        if not isinstance(part, Mapping):
+    for part in _followed(left, root):
+        if part is None:
             return []
-        reference = str(part.get("$ref", ""))
         choices = next((part[key] for key in _CHOICES if isinstance(part.get(key), list)), None)
         declared = part.get("type", "string")
-        if reference:
-            if reference in seen:
-                continue
-            seen.add(reference)
-            try:
-                left.insert(0, resolved(root, reference))
-            except KeyError:
-                return []
-        elif isinstance(values := part.get("enum"), list):
+        if part.get("$ref"):
+            continue
+        if isinstance(values := part.get("enum"), list):
             found += values
         elif "const" in part:
             found.append(part["const"])
         elif choices is not None:
             # All schemas of allOf apply: one that only names a type allows no further values.
             every = [each for each in choices if isinstance(each, Mapping) and _lists(each)]
-            left = [*(every if "allOf" in part and every else choices), *left]
+            left[:0] = every if "allOf" in part and every else choices
         elif "string" in (declared if isinstance(declared, list) else [declared]):
             return []
     return found

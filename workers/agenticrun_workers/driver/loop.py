@@ -214,8 +214,7 @@ class Loop:
                     await self._run_step()
                 await self._sync_weights_if_due()
                 await self._validate_if_due()
-                await self._save()
-                await self._finish_saving()
+                await self._save_whole()
                 if not await self._has_steps():  # maxSteps may have been raised while saving
                     return
         except StopRequested:
@@ -223,8 +222,7 @@ class Loop:
             # A stop during the warm-up saves nothing: it is not a state that a run resumes from.
             if not self._fresh:
                 await self._outlast_saving()
-                await self._save()
-                await self._finish_saving()
+                await self._save_whole()
             raise
         except GuardTripped:
             await self._outlast_saving()
@@ -454,6 +452,11 @@ class Loop:
         # The last step is saved by `run`, after validation.
         if asked or (every and self._step % every == 0 and self._step < self._pipeline.max_steps):
             await self._save()
+
+    async def _save_whole(self) -> None:
+        """Save, and wait until the checkpoint is published."""
+        await self._save()
+        await self._finish_saving()
 
     async def _save(self) -> None:
         if self._parts.checkpoints is None:
