@@ -255,7 +255,7 @@ def test_a_preempted_run_ends_as_if_nothing_had_happened(
 def test_kueue_gives_the_pods_of_a_run_their_nodes(
     runs: Cluster, cluster: Cluster, queue: None
 ) -> None:
-    """It opens the gates of KubeRay's pods, except of those that must go to the volume's node."""
+    """It opens the gates of KubeRay's pods, not those of savers."""
     code, document = a_run("near", 2)
     document["spec"]["queue"]["name"] = "near"
     document["spec"]["roles"]["env"]["topology"] = {"required": HOSTNAME}

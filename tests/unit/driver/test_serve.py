@@ -1,4 +1,4 @@
-"""What clients of `agenticrun serve` are answered if the engine refuses their request."""
+"""Answers of `agenticrun serve` to requests that the engine refuses."""
 
 from __future__ import annotations
 

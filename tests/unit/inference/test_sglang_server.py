@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -67,19 +68,11 @@ def test_a_grammar_and_a_tokenizer_are_loaded_only_to_enforce_formats() -> None:
 def test_an_engine_enforces_formats_unless_an_option_of_the_run_prevents_it(
     config: dict[str, Any], *, enforces: bool, tmp_path: Path
 ) -> None:
-    engine = SglangEngine(
-        tmp_path,
-        dtype="float32",
-        max_length=64,
-        log_folder=tmp_path,
-        config=config,
-        enforces_formats=True,
+    engine = partial(
+        SglangEngine, tmp_path, dtype="float32", max_length=64, log_folder=tmp_path, config=config
     )
-    assert engine.enforces_formats == enforces
-    without = SglangEngine(
-        tmp_path, dtype="float32", max_length=64, log_folder=tmp_path, config=config
-    )
-    assert not without.enforces_formats
+    assert engine(enforces_formats=True).enforces_formats == enforces
+    assert not engine().enforces_formats
 
 
 def test_without_a_grammar_the_tokenizer_is_not_loaded_either(tmp_path: Path) -> None:

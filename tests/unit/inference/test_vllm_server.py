@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +85,11 @@ def test_a_tokenizer_is_loaded_only_to_enforce_formats() -> None:
 def test_an_engine_enforces_formats_unless_an_option_of_the_run_prevents_it(
     config: dict[str, Any], *, enforces: bool, tmp_path: Path
 ) -> None:
-    engine = VllmEngine(
-        tmp_path,
-        dtype="float32",
-        max_length=64,
-        log_folder=tmp_path,
-        config=config,
-        enforces_formats=True,
+    engine = partial(
+        VllmEngine, tmp_path, dtype="float32", max_length=64, log_folder=tmp_path, config=config
     )
-    assert engine.enforces_formats == enforces
-    without = VllmEngine(
-        tmp_path, dtype="float32", max_length=64, log_folder=tmp_path, config=config
-    )
-    assert not without.enforces_formats
+    assert engine(enforces_formats=True).enforces_formats == enforces
+    assert not engine().enforces_formats
 
 
 def test_only_an_engine_that_shares_its_gpus_can_sleep() -> None:
