@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +20,18 @@ from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvCalls, EnvFault, EnvironmentService, StepResult
 from agenticrun_workers.envs import calls as env_calls
-from agenticrun_workers.envs.calls import MAX_BLOCKING_CALLS, MAX_MESSAGE, MAX_TEXT, hanging
+from agenticrun_workers.envs.calls import (
+    MAX_BLOCKING_CALLS,
+    MAX_MESSAGE,
+    MAX_TEXT,
+    Abandoned,
+    hanging,
+)
 from agenticrun_workers.envs.service import ServiceCalls
 from agenticrun_workers.types import StopReason, Stream
-from waiting import eventually
+from waiting import eventually, eventually_in_loop
 
+CLOSED = inspect.CORO_CLOSED
 INFINITY, NOT_A_NUMBER = float("inf"), float("nan")
 GOOD = StepResult("seen", 0.5, False)
 
@@ -339,6 +348,63 @@ def test_what_takes_too_long_is_a_timeout_at_once(make: Callable[[threading.Even
         release.set()
     assert reason is StopReason.TIMEOUT
     assert seconds < SLOW_SECONDS
+
+
+class Late(Does):
+    """Returns a coroutine when it is too late for it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+        self.made: list[Coroutine[Any, Any, StepResult]] = []
+        self.may_return = threading.Event()
+
+    def step(self, action: str) -> Any:
+        async def later() -> StepResult:
+            return GOOD
+
+        self.made.append(later())
+        # Until the event, no exception gets into this thread: it waits in C code.
+        with suppress(Abandoned):
+            self.may_return.wait()
+        return self.made[0]
+
+
+@pytest.mark.parametrize("loop_ends", [False, True])
+def test_a_coroutine_that_comes_too_late_is_closed(loop_ends: bool) -> None:
+    env = Late()
+
+    def closed() -> bool:
+        return inspect.getcoroutinestate(env.made[0]) == CLOSED
+
+    async def timed() -> None:
+        with pytest.raises(EnvFault):
+            await EnvCalls(0.05).step(env, "go")
+        if not loop_ends:
+            env.may_return.set()
+            await eventually_in_loop(closed, 60.0, "the coroutine is closed")
+
+    asyncio.run(timed())
+    env.may_return.set()
+    eventually(closed, 60.0, "the coroutine is closed")
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_cancellation_at_any_moment_leaves_no_coroutine_without_an_await(turns: int) -> None:
+    made: list[Coroutine[Any, Any, StepResult]] = []
+
+    def now() -> Any:
+        made.append(asyncio.sleep(SLOW_SECONDS, GOOD))
+        return made[0]
+
+    async def cancelled() -> None:
+        stepping = asyncio.create_task(EnvCalls(None).step(Does(now, blocking=False), "go"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        stepping.cancel()
+        await asyncio.wait({stepping})
+
+    asyncio.run(cancelled())
+    assert all(inspect.getcoroutinestate(each) == CLOSED for each in made)
 
 
 TRACED = """

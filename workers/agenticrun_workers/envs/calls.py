@@ -81,6 +81,11 @@ class Outcome:
     value: Any = None
     error: BaseException | None = None
 
+    def drop(self) -> None:
+        """Close a coroutine that the call returned and that nothing will await."""
+        if inspect.iscoroutine(self.value):
+            self.value.close()
+
 
 def attempt(call: Callable[..., Any], *arguments: Any, **named: Any) -> Outcome:
     """Call it and catch everything.
@@ -100,11 +105,15 @@ async def in_thread(call: Callable[[], Outcome]) -> Outcome:
     stays until that code returns.
     """
     thread = _idle_thread()
+    done = thread.run_call(call)
     try:
         # Threads are reused: starting one takes longer than most steps.
-        outcome = await thread.run_call(call)
+        outcome = await done
     except asyncio.CancelledError:
         thread.abandon()
+        # The call may have ended in the moment of the cancellation.
+        if not done.cancelled():
+            done.result().drop()
         raise
     _idle.append(thread)
     return outcome
@@ -114,8 +123,8 @@ async def in_task(awaitable: Awaitable[Any], patience_seconds: float = 0.0) -> O
     """Await it in a task of its own, so that SystemExit does not end the loop.
 
     Cancelling this coroutine cancels the task; one that does not end within `patience_seconds` of
-    that
-    is left behind.
+    that is
+    left behind.
     """
     task = asyncio.ensure_future(awaited(awaitable))
     try:
@@ -125,6 +134,9 @@ async def in_task(awaitable: Awaitable[Any], patience_seconds: float = 0.0) -> O
         if not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=patience_seconds)
+        if task.done():
+            # A task that was cancelled before it began has not awaited it.
+            Outcome(awaitable).drop()
     return task.result()
 
 
@@ -192,14 +204,19 @@ def raise_in(thread: int, error: type[BaseException]) -> None:
 
 
 def _set_outcome(done: asyncio.Future[Outcome], outcome: Outcome) -> None:
-    """Set the result of another thread's future, unless it is cancelled."""
+    """Set the result of another thread's future. Drop it if the future is cancelled."""
 
     def set_result() -> None:
-        if not done.done():
+        if done.done():
+            outcome.drop()
+        else:
             done.set_result(outcome)
 
     loop = done.get_loop()
-    if not loop.is_closed():
+    # Asked here too: a loop that ends soon may not get to `set_result`.
+    if loop.is_closed() or done.done():
+        outcome.drop()
+    else:
         loop.call_soon_threadsafe(set_result)
 
 
