@@ -44,6 +44,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -183,6 +184,8 @@ class BytesHead(RunHead):
 def bytes_operator(world: CountingWorld, *changes: tuple[str, Any]) -> Operator:
     """Return an operator that reads the head's answers from bytes, like the real one."""
     operator = world.start(*changes)
+    # Runs get NetworkPolicies, as by default.
+    operator.upgrade(replace(operator.images, operator_namespace="agenticrun-system"))
     head = BytesHead(world, WorldTransport(world))
     operator.use_head(head)
     return operator

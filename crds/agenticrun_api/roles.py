@@ -189,6 +189,10 @@ class PodTemplate(Model):
     Everything else replaces."""
 
 
+_NO_TEMPLATE = PodTemplate()
+"""One for all roles without a template: a new one is checked, field by field."""
+
+
 Quantities = Annotated[dict[str, Quantity], Field(max_length=16)]
 
 
@@ -315,7 +319,7 @@ class PodRole(Model):
     @property
     def overlay(self) -> PodTemplate:
         """Return podTemplate; an empty one if it is not set."""
-        return self.pod_template or PodTemplate()
+        return self.pod_template or _NO_TEMPLATE
 
 
 NodeLabel = Annotated[str, Field(min_length=1, max_length=316)]

@@ -489,7 +489,7 @@ def _report_cluster(state: State) -> Result:
         said = Said("False", Reason.CLUSTER_CREATING, f"creating RayCluster {name}")
         return Result(conditions={ConditionType.CLUSTER_PROVISIONED: said}, look_after=5.0)
     said = Said("True", Reason.CLUSTER_CREATED, f"RayCluster {name} exists", event="Normal")
-    for edit in state.observed.edits(state.run):
+    for edit in state.edits:
         if edit.object.kind == "RayCluster" and (edit.repair or state.scaling_error):
             message = str(replace(edit, by=""))  # the watches do not keep who it was
             if not edit.repair:
@@ -594,12 +594,13 @@ def correct_policies(state: State) -> Result:
         and resources.is_own(run, manifest)
         and not resources.is_deleting(manifest)
     ]
-    wanted = {Child.of(policy) for policy in resources.network_policies(run, namespace)}
+    policies = resources.network_policies(run, namespace)
+    wanted = {Child.of(policy) for policy in policies}
     result = Result()
     for policy in found:
         if (child := Child.of(policy)) not in wanted:
             result |= ask_to_delete(state, Delete(child, policy["metadata"]["uid"]))
-    corrected = tuple(resources.corrected_policies(run, namespace, found))
+    corrected = tuple(resources.corrected_policies(policies, found))
     if not corrected:
         return result
     wait = state.wait_to_repeat(state.observed.policies_changed_at)

@@ -110,8 +110,9 @@ def _record_cluster(state: State, result: Result) -> Result:
     if cluster is None or state.status.phase.finished:
         return Result()
     replicas = resources.replicas_in(state.run, cluster)
-    uid = cluster["metadata"]["uid"]
-    known = RayClusterStatus(name=state.name, uid=uid, replicas=replicas)
+    uid, known = cluster["metadata"]["uid"], state.status.ray_cluster
+    if known is None or (known.name, known.uid, known.replicas) != (state.name, uid, replicas):
+        known = RayClusterStatus(name=state.name, uid=uid, replicas=replicas)
     return Result(fields={"ray_cluster": known})
 
 
@@ -232,7 +233,7 @@ def _report_pods(state: State) -> Result:
     if problem is None:
         number = sum(item.desired for item in roles.statuses)
         ready = Said("True", Reason.PODS_READY, "", "Normal", f"all {number} pods are ready")
-        edited = (edit for edit in state.observed.edits(state.run) if edit.object.kind == "Pod")
+        edited = (edit for edit in state.edits if edit.object.kind == "Pod")
         if roles.warning:
             ready = Said("True", Reason.CODE_DIFFERS, roles.warning, "Warning", each_message=True)
         elif edit := next(edited, None):

@@ -296,11 +296,19 @@ def condition(
             time is kept.
     """
     kept = before is not None and before.status == said.status
+    reason, message = str(said.reason), said.message[:MAX_CONDITION_MESSAGE]
+    if (
+        before
+        and kept
+        and (reason, message, generation)
+        == (before.reason, before.message, before.observed_generation)
+    ):
+        return before  # most looks change none: a new one would be checked, field by field
     return Condition(
         type=kind.value,
         status=said.status,
-        reason=str(said.reason),
-        message=said.message[:MAX_CONDITION_MESSAGE],
+        reason=reason,
+        message=message,
         last_transition_time=before.last_transition_time
         if before and kept
         else times.format_time(now),

@@ -26,6 +26,7 @@ from agenticrun_api.roles import SAVES
 from agenticrun_api.status import JobStatus, PodsStatus, StopCause, StopStatus
 from agenticrun_operator import errors, resources
 from agenticrun_operator.observed import (
+    Edit,
     Incarnation,
     Job,
     Observed,
@@ -156,6 +157,11 @@ class State:
     def roles(self) -> RolesReport:
         """The pods of each role, and what is wrong with them."""
         return report_roles(self.run, self.observed, self.images, self.now)
+
+    @cached_property
+    def edits(self) -> list[Edit]:
+        """The changes of others in the run's RayCluster and pods."""
+        return self.observed.edits(self.run)
 
     @cached_property
     def pods_since(self) -> PodsStatus:

@@ -160,20 +160,16 @@ def is_policy_of(run: AgenticRun, policy: Manifest) -> bool:
     return controller_uid(policy) == run.metadata.uid
 
 
-def corrected_policies(
-    run: AgenticRun, operator_namespace: str, found: Iterable[Manifest]
-) -> Iterator[Manifest]:
+def corrected_policies(wanted: Iterable[Manifest], found: Iterable[Manifest]) -> Iterator[Manifest]:
     """Yield the policies that are not as they must be, corrected and with their version.
 
     Args:
-        run: the run.
-        operator_namespace: the namespace of the operator's pods.
-        found: the run's policies, as they were read.
+        wanted: the `network_policies` of a run.
+        found: its policies, as they were read.
     """
-    policies = network_policies(run, operator_namespace)
-    wanted = {policy["metadata"]["name"]: policy for policy in policies}
+    by_name = {policy["metadata"]["name"]: policy for policy in wanted}
     for policy in found:
-        right = wanted.get(policy["metadata"]["name"])
+        right = by_name.get(policy["metadata"]["name"])
         if right is None:
             continue
         metadata = copy.deepcopy(policy["metadata"])

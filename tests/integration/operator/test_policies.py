@@ -44,8 +44,8 @@ async def test_what_is_stored_needs_no_correction(
         stored = await kube.list_policies(*run.key)
         names = {item["metadata"]["name"]: item["metadata"]["uid"] for item in stored}
         assert set(names) == {policy["metadata"]["name"] for policy in wanted}
-        assert [*corrected_policies(run, SYSTEM, stored)] == []
-        assert [*corrected_policies(run, SYSTEM, map(policy_summary, stored))] == []
+        assert [*corrected_policies(wanted, stored)] == []
+        assert [*corrected_policies(wanted, map(policy_summary, stored))] == []
         for name, uid in names.items():
             await kube.delete("NetworkPolicy", run.metadata.namespace, name, uid)
 
@@ -54,7 +54,7 @@ async def test_a_corrected_policy_is_taken_once(
     kube: KubeClient, run_document: dict[str, Any]
 ) -> None:
     run = parse_served(run_document)
-    base, head = network_policies(run, SYSTEM)
+    base, head = wanted = network_policies(run, SYSTEM)
     opened = {**base, "spec": {**base["spec"], "ingress": [{}]}}
     unlabelled = {**head["metadata"], "labels": {}}
     for policy in (opened, {**head, "metadata": unlabelled}):
@@ -63,8 +63,8 @@ async def test_a_corrected_policy_is_taken_once(
         await kube.get("NetworkPolicy", run.metadata.namespace, policy["metadata"]["name"])
         for policy in (base, head)
     ]
-    for policy in corrected_policies(run, SYSTEM, filter(None, found)):
+    for policy in corrected_policies(wanted, filter(None, found)):
         await kube.put(policy)
     stored = await kube.list_policies(*run.key)
     assert len(stored) == 2
-    assert [*corrected_policies(run, SYSTEM, stored)] == []
+    assert [*corrected_policies(wanted, stored)] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from agenticrun_api import Activity, Outcome, Phase
 from agenticrun_api.names import KIND
-from agenticrun_operator import pod_reader, reconciler
+from agenticrun_operator import pod_reader, reconciler, resources
+from agenticrun_operator.planning import result
 from fleet import Fleet
 from operator_world import NAME, NAMESPACE, Operator, World, training
 
@@ -76,6 +78,17 @@ async def test_a_run_is_parsed_once_for_each_version_that_others_have_written(
     world.change_run(("ttlSecondsAfterFinished", 60))
     await operator.reconcile()
     assert calls["parse_served"] == 1
+
+
+async def test_a_look_without_news_makes_its_policies_once_and_no_condition(
+    world: World, operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator.upgrade(replace(operator.images, operator_namespace="agenticrun-system"))
+    await training(operator)
+    calls = counted(monkeypatch, (resources, "network_policies"), (result, "Condition"))
+    for _ in range(5):
+        await operator.reconcile(changed=False)
+    assert calls == {"network_policies": 5}
 
 
 async def test_an_event_of_one_of_many_pods_reads_one_pod(
