@@ -122,9 +122,8 @@ async def in_thread(call: Callable[[], Outcome]) -> Outcome:
 async def in_task(awaitable: Awaitable[Any], patience_seconds: float = 0.0) -> Outcome:
     """Await it in a task of its own, so that SystemExit does not end the loop.
 
-    Cancelling this coroutine cancels the task; one that does not end within `patience_seconds` of
-    that is
-    left behind.
+    Cancelling this coroutine cancels the task. It is left behind if it does not end within
+    `patience_seconds` of that.
     """
     task = asyncio.ensure_future(awaited(awaitable))
     try:
