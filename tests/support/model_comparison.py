@@ -25,9 +25,9 @@ from agenticrun_workers.inference import UnusableModel
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.pretrained import MAKING, ModelLoadError, load_config, load_model
-from agenticrun_workers.trainer.fsdp2 import ShardedModule, score
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.trainer.sharded_module import ShardedModule
 from agenticrun_workers.types import FloatArray, GenerationRequest, IntArray, SamplingParams
 from tiny_model import plain_logprobs
 
@@ -415,7 +415,7 @@ def trainer_difference(case: Case, folder: str, attention: str, layouts: list[bo
         zeros_T = np.zeros(length, np.float32)
         samples.append(Sample(ids_T, zeros_T, zeros_T, turns_T))
         expected.append(np.concatenate([zeros_T[:4], plain_logprobs(plain, ids_T[:4], ids_T[4:])]))
-    scored = score(model, samples, 1.0)
+    scored = model.score(samples, 1.0)
     return max(
         float(np.abs(scored_T - expected_T).max())
         for scored_T, expected_T in zip(scored, expected, strict=True)

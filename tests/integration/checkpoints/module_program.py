@@ -21,8 +21,8 @@ from torch import nn
 from agenticrun_workers.storage import Folder
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.checkpoint import HostBuffers, Snapshot, SnapshotWriter
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions, shard
 from agenticrun_workers.trainer.ranks import Ranks, whole
+from agenticrun_workers.trainer.sharded_module import FsdpOptions, shard
 from rank_programs import take_part
 from waiting import eventually
 

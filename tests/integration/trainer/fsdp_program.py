@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.critic import CriticTrainer
-from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, FsdpOptions, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.trainer.sharded_module import FsdpOptions
 from ragged_samples import LOSSES, VALUE_LOSSES, VOCABULARY, Cut, batch
 from rank_programs import count_collectives, take_part
 

@@ -16,11 +16,12 @@ from agenticrun_workers.models.lora import LoraSpec, add_lora
 from agenticrun_workers.models.pretrained import ModelLoader, load_model
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.trainer import checkpoint
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.trainer.sharded_module import FsdpOptions
 from ragged_samples import LOSSES, batch
 from rank_programs import count_collectives, take_part
 

@@ -19,10 +19,11 @@ from agenticrun_workers.models.lora import LoraSpec, add_lora
 from agenticrun_workers.models.pretrained import ModelLoader, load_model
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.trainer.critic import CriticTrainer
-from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, Load, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.ranks import local
+from agenticrun_workers.trainer.sharded_module import Load
 from ragged_samples import LOSSES, batch
 from rank_programs import take_part
 

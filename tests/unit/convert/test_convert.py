@@ -20,13 +20,13 @@ from agenticrun_workers.convert.converter import Composition
 from agenticrun_workers.convert.models import KEPT, ZERO_KEPT
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.trainer.deepspeed.options import OFFLOADED, ZERO_PASSED, DeepSpeedOptions
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions
 from agenticrun_workers.trainer.megatron.options import (
     DATA_PARALLEL,
     SIZES,
     TRANSFORMER,
     MegatronOptions,
 )
+from agenticrun_workers.trainer.sharded_module import FsdpOptions
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "data/roll/agentic").glob("*.yaml"))
 

@@ -26,7 +26,7 @@ from agenticrun_workers.sizing.memory import (
 from agenticrun_workers.sizing.models import run_shapes
 from agenticrun_workers.sizing.plan import Fit, Kind, Place, Plan, plan_run
 from agenticrun_workers.sizing.step_time import forward_flops
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions
+from agenticrun_workers.trainer.sharded_module import FsdpOptions
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PAIR = EXAMPLES / "gpu/two-plus-two.yaml"

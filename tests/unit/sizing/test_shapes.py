@@ -17,8 +17,8 @@ from agenticrun_workers.models.heads import decoder_of
 from agenticrun_workers.models.pretrained import make_without_data
 from agenticrun_workers.models.shape import check_experts, fsdp_units, read_shape
 from agenticrun_workers.sizing.published import PUBLISHED, published_config
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions, shard
 from agenticrun_workers.trainer.ranks import Ranks
+from agenticrun_workers.trainer.sharded_module import FsdpOptions, shard
 
 PARAMETERS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,

@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agenticrun_workers.models.heads import UnsupportedModel
 from agenticrun_workers.models.pretrained import load_model
-from agenticrun_workers.trainer.fsdp2 import EXPENSIVE, Fsdp2Strategy, FsdpOptions, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import Fsdp2Strategy, fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.trainer.sharded_module import EXPENSIVE, FsdpOptions
 from agenticrun_workers.trainer.varlen import attention
 from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference
 

@@ -93,7 +93,7 @@ def test_training_falls_back_to_padding_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for probe in ("can_pack", "try_varlen"):
-        monkeypatch.setattr(f"agenticrun_workers.trainer.fsdp2.{probe}", lambda *_: False)
+        monkeypatch.setattr(f"agenticrun_workers.trainer.sharded_module.{probe}", lambda *_: False)
     with caplog.at_level(logging.INFO):
         refused = strategy(load, SPEC, packing=True)
     if isinstance(refused, PolicyTrainer):

@@ -21,12 +21,13 @@ from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.batch import RankBatch, TurnCredits
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.optimizer import NonFiniteGradient, OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.rank import combine
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.trainer.sharded_module import FsdpOptions
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 from ragged_samples import LOSSES, VOCABULARY, batch, largest_difference, token_log_probs
 from slow_losses import actor_loss

@@ -14,9 +14,10 @@ from agenticrun_workers.models.initialize import InitializeSpec, initialize_mode
 from agenticrun_workers.models.lora import LoraSpec, UnknownTarget, add_lora
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.models.stored_names import stored_weights
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.trainer.sharded_module import FsdpOptions
 from ragged_samples import LOSSES, batch, largest_difference
 from slow_losses import actor_loss
 

@@ -25,13 +25,14 @@ from agenticrun_workers.sizing.published import published_config
 from agenticrun_workers.trainer import log_probs
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.checkpoint import SnapshotWriter
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions, ShardedModule, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.micro_batch import MicroBatcher, weighted
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.ranks import Ranks, leave_ranks, local
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.trainer.sharded_module import FsdpOptions, ShardedModule
 
 GIB = 2**30
 MOST_GIB = 75

@@ -18,11 +18,11 @@ from agenticrun_workers.algorithms.losses import (
 from agenticrun_workers.models.devices import device_span
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.checkpoint import HostBuffers, Snapshot
-from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, Load, ShardedModule
 from agenticrun_workers.trainer.micro_batch import MicroBatch, responses_and_end, weighted
 from agenticrun_workers.trainer.modules import ValueModule
 from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
 from agenticrun_workers.trainer.samples import Sample, Values
+from agenticrun_workers.trainer.sharded_module import DEFAULTS, FsdpOptions, Load, ShardedModule
 
 SUMS = ("loss", "value", "vpred", "clipfrac", "error")
 

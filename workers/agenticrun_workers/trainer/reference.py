@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from agenticrun_workers.models.stored_names import ParameterAssembly, stored_buffers
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch, HostBuffers, Snapshot
-from agenticrun_workers.trainer.fsdp2 import DEFAULTS, FsdpOptions, Load, ShardedModule, score
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.trainer.sharded_module import DEFAULTS, FsdpOptions, Load, ShardedModule
 from agenticrun_workers.types import FloatArray
 
 
@@ -51,7 +51,7 @@ class ReferencePolicy:
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
 
     def compute_log_probs(self, samples: list[Sample]) -> list[FloatArray]:
-        return score(self._model, samples, self._temperature)
+        return self._model.score(samples, self._temperature)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

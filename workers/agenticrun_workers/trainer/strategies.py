@@ -25,10 +25,11 @@ from agenticrun_workers.pod_memory import PodMemory, machine_bytes
 from agenticrun_workers.seeds import derive
 from agenticrun_workers.trainer.config_translation import loss_temperature, optimizer_spec
 from agenticrun_workers.trainer.critic import CriticTrainer
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions, fsdp2_policy
+from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.ranks import ranks_of_this_host
 from agenticrun_workers.trainer.reference import ReferencePolicy
+from agenticrun_workers.trainer.sharded_module import FsdpOptions
 
 STRATEGY = "spec.pipeline.actorTrain.strategy.name"
 OPTIONS = "spec.pipeline.actorTrain.strategy.config"

@@ -25,13 +25,13 @@ from agenticrun_workers.trainer.checkpoint import (
     load_state,
 )
 from agenticrun_workers.trainer.deepspeed.options import DeepSpeedOptions
-from agenticrun_workers.trainer.fsdp2 import FsdpOptions, ShardedModule, score
 from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.optimizer import OptimizerSpec, StepCounts
 from agenticrun_workers.trainer.policy_trainer import PartLoss, PolicyTrainer
 from agenticrun_workers.trainer.ranks import join_alone
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.trainer.sharded_module import FsdpOptions, ShardedModule
 from agenticrun_workers.types import FloatArray
 
 if compute_device().type == "cpu":
@@ -364,7 +364,7 @@ class DeepSpeedStrategy:
         self._buffers = HostBuffers()
 
     def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
-        return score(self.model, samples, temperature)
+        return self.model.score(samples, temperature)
 
     def forward_backward(
         self, batches: list[MicroBatch], temperature: float, loss: PartLoss
