@@ -59,7 +59,7 @@ from trend import Trend, trend
 from agenticrun_api import Outcome, Progress, parse_run
 from agenticrun_api.names import RAY_ENV
 from agenticrun_workers.driver.attempt import AttemptRunner
-from agenticrun_workers.driver.local import embedded_ray
+from agenticrun_workers.driver.local_actors import embedded_ray
 from agenticrun_workers.driver.progress import AttemptId, Requests
 from agenticrun_workers.launch import ActorHandle, ActorOptions
 from agenticrun_workers.launch.ray_launcher import RayLauncher

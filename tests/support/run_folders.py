@@ -14,7 +14,7 @@ from agenticrun_api import Activity, FinalReport, Outcome, Progress, parse_run
 from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.reporting.client import rfc3339
 from agenticrun_workers.reporting.display import PlainDisplay
-from agenticrun_workers.reporting.run_folder import RecordedProgress, RunFolder, record_attempt
+from agenticrun_workers.reporting.run_folder import RecordedProgress, RunFolder
 from agenticrun_workers.reporting.trackers import JsonlTracker
 from rollout_fakes import result
 from runs import run_with
@@ -64,7 +64,7 @@ def make_run_folder(folder: Path, *, steps: int = 4, finished: bool = True) -> P
             name="lake",
         )
     )
-    record_attempt(folder, run, 1, code=folder.parent)
+    RunFolder(folder).record_attempt(run, 1, code=folder.parent)
     (attempt,) = RunFolder(folder).attempts()
     began = json.dumps({**attempt, "time": rfc3339(BEGAN), "started": rfc3339(BEGAN)})
     (folder / "attempts.jsonl").write_text(f"{began}\n")

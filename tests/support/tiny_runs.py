@@ -9,7 +9,7 @@ from typing import Any
 
 from agenticrun_api import AgenticRun, FinalReport, Progress, parse_run
 from agenticrun_workers.driver.attempt import AttemptRunner
-from agenticrun_workers.driver.local import check_in_process, threads_of_this_process
+from agenticrun_workers.driver.local_actors import check_in_process, threads_of_this_process
 from agenticrun_workers.driver.progress import AttemptId, Requests
 from agenticrun_workers.launch import Launcher
 from agenticrun_workers.launch.ray_launcher import RayLauncher

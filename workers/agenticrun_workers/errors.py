@@ -18,6 +18,10 @@ class InvalidConfig(Exception):
         return f"{self.path}: {self.message}"
 
 
+class CannotStart(Exception):
+    """The run cannot start on this machine now. The message says why, and what to do."""
+
+
 class ScheduleEnded(Exception):
     """The learning rate has fallen to zero, so further steps would learn nothing."""
 

@@ -29,7 +29,7 @@ from agenticrun_workers.inference.actor import EngineActor, log_folder
 from agenticrun_workers.launch import ActorOptions
 from agenticrun_workers.launch.ray_launcher import RayLauncher
 from agenticrun_workers.models.source import ModelSource
-from agenticrun_workers.reporting.run_folder import ask_for_trace
+from agenticrun_workers.reporting.run_folder import RunFolder
 from agenticrun_workers.rollout.recording import Recording
 from agenticrun_workers.types import Stream
 from tiny_runs import InProcessAttempt, TinyAttempt, tiny_document, tiny_run
@@ -179,7 +179,7 @@ async def test_two_of_every_role_train_as_one(tmp_path: Path) -> None:
     one = InProcessAttempt(tiny_run(maxSteps=2), tmp_path / "one")
     await execute(one)
     two = TinyAttempt(wide(tiny_run(maxSteps=2)), tmp_path / "two")
-    request = ask_for_trace(tmp_path / "two", "start", 2)
+    request = RunFolder(tmp_path / "two").ask_for_trace("start", 2)
     report = await execute(two)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     for step, expected in one.training_steps().items():

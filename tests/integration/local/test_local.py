@@ -165,7 +165,7 @@ def test_an_interruption_while_it_starts_ends_it_at_once(start: Callable[..., Co
 STALLING = """
 import json, os, signal, subprocess
 import ray
-from agenticrun_workers.driver.local import embedded_ray
+from agenticrun_workers.driver.local_actors import embedded_ray
 from processes import lives
 from tiny_runs import tiny_run
 

@@ -15,7 +15,7 @@ from agenticrun_api import parse_run
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
 from agenticrun_workers.cli.common import new_folder
-from agenticrun_workers.cli.run import code_notes
+from agenticrun_workers.cli.run_notes import code_notes
 from runs import run_with
 
 GOOD = """

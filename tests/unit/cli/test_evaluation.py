@@ -22,7 +22,7 @@ from agenticrun_api import Role, parse_run
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
 from agenticrun_workers.cli.evaluate import table
-from agenticrun_workers.driver import evaluation, local
+from agenticrun_workers.driver import evaluation, local_actors
 from agenticrun_workers.driver.evaluation import evaluate, evaluation_run, pass_at, summarize
 from agenticrun_workers.driver.metrics import Metrics, validation_metrics
 from agenticrun_workers.errors import InvalidConfig, RolloutFailed
@@ -206,8 +206,8 @@ def test_engines_that_need_gpus_are_refused_where_there_are_none(
     async def play(*_: object) -> dict[str, object]:
         return {}
 
-    monkeypatch.setattr(local, "embedded_ray", nullcontext)
-    monkeypatch.setattr(local, "gpus_here", lambda: 0)
+    monkeypatch.setattr(local_actors, "embedded_ray", nullcontext)
+    monkeypatch.setattr(local_actors, "gpus_here", lambda: 0)
     monkeypatch.setattr(evaluation, "evaluate", play)
     done = CliRunner().invoke(app, ["eval", "-f", str(file), "--model", "x"])
     assert done.exit_code == (ExitCode.INVALID_CONFIG if refused else 0), done.output

@@ -14,7 +14,7 @@ from agenticrun_api.names import RAY_CONTAINER
 from agenticrun_workers.cli.kubectl import Kubectl, SourceError
 from agenticrun_workers.cli.source import ClusterSource, FolderSource
 from agenticrun_workers.cli.trace import summary_lines, wait_for_trace
-from agenticrun_workers.reporting.run_folder import RunFolder, trace_requests
+from agenticrun_workers.reporting.run_folder import RunFolder
 from tiny_runs import tiny_document
 
 
@@ -106,18 +106,18 @@ def test_a_run_on_a_cluster_is_asked_in_its_head_pod(
     cluster: ClusterSource, tmp_path: Path
 ) -> None:
     cluster.ask_for_trace("a", 5)
-    (request,) = trace_requests(tmp_path / "out")
+    (request,) = RunFolder(tmp_path / "out").trace_requests()
     assert (request.steps, cluster.trace("a")) == (5, None)
     content = gzip.compress(json.dumps({"traceEvents": []}).encode())
     request.answer.write_bytes(content)
     assert cluster.trace("a") == content
     cluster.end_trace("a")
-    assert not trace_requests(tmp_path / "out")
+    assert not RunFolder(tmp_path / "out").trace_requests()
 
 
 def test_a_trace_that_failed_ends_the_wait(cluster: ClusterSource, tmp_path: Path) -> None:
     cluster.ask_for_trace("a", 5)
-    (request,) = trace_requests(tmp_path / "out")
+    (request,) = RunFolder(tmp_path / "out").trace_requests()
     request.fail("no space left")
     for run in (cluster, FolderSource(RunFolder(tmp_path / "out"))):
         with pytest.raises(SourceError, match="no trace: no space left"):

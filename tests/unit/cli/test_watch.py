@@ -12,14 +12,9 @@ from typer.testing import CliRunner
 from agenticrun_api import FinalReport, Outcome
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
-from agenticrun_workers.cli.run import closing_lines
+from agenticrun_workers.cli.run_notes import closing_lines
 from agenticrun_workers.reporting.client import rfc3339
-from agenticrun_workers.reporting.run_folder import (
-    RunFolder,
-    announced_process,
-    keep_actor_logs,
-    link_actor_logs,
-)
+from agenticrun_workers.reporting.run_folder import RunFolder
 from run_folders import BEGAN, make_run_folder
 from tiny_runs import tiny_run
 
@@ -71,7 +66,7 @@ def test_watch_says_that_a_killed_run_can_go_on(tmp_path: Path) -> None:
 
 def test_watch_shows_what_a_live_run_does(tmp_path: Path) -> None:
     folder = make_run_folder(tmp_path / "out", finished=False)
-    with announced_process(folder):
+    with RunFolder(folder).announced():
         _, shown = cli("watch", folder, "--once")
     assert "rollout" in shown
     assert "12 s remaining" in shown
@@ -117,12 +112,12 @@ def test_logs_are_those_of_the_role(ended: Path) -> None:
     (written / "worker-ab-01-11.out").write_text("")
     (written / "worker-cd-01-12.err").write_text(":job_id:01\n:actor_name:T\n")
     (written / "raylet.out").write_text("not an actor's\n")
-    link_actor_logs(ended, written)
+    RunFolder(ended).link_actor_logs(written)
     for _ in range(2):  # while it trains, and afterwards
         assert cli("logs", ended, "--lines", 2) == (0, "second\nthird\n")
         assert cli("logs", ended, "--role", "inference") == (0, "engine starts\n")
         assert cli("logs", ended, "--role", "env") == (0, "judge right: KeyError\n")
-        keep_actor_logs(ended)
+        RunFolder(ended).keep_actor_logs()
     assert [file.name for file in (ended / "actors").iterdir()] == ["worker-ab-01-11.err"]
     code, said = cli("logs", ended, "--role", "trainer")
     assert code == ExitCode.INVALID_CONFIG

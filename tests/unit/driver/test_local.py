@@ -19,16 +19,15 @@ from typer.testing import CliRunner
 from agenticrun_api import Role, parse_run
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.cli import app
-from agenticrun_workers.driver import local
-from agenticrun_workers.driver.local import (
+from agenticrun_workers.driver import local_actors
+from agenticrun_workers.driver.local_actors import (
     START_TRIES,
-    RayNotStarted,
     check_gpus,
     check_in_process,
     embedded_ray,
     with_patience,
 )
-from agenticrun_workers.errors import InvalidConfig
+from agenticrun_workers.errors import CannotStart, InvalidConfig
 from tiny_runs import tiny_document, tiny_run
 
 KL = {"algorithm": {"lossKl": {"coef": 0.01}}}
@@ -193,8 +192,8 @@ def test_ray_gets_another_try_on_a_busy_machine(
 
     monkeypatch.setattr("ray.init", start)
     monkeypatch.setattr("ray.shutdown", lambda: None)
-    monkeypatch.setattr(local, "PATIENCE_SECONDS", 0.0)
-    too_late = pytest.raises(RayNotStarted, match="this machine is too busy")
+    monkeypatch.setattr(local_actors, "PATIENCE_SECONDS", 0.0)
+    too_late = pytest.raises(CannotStart, match="this machine is too busy")
     with too_late if late == START_TRIES else nullcontext(), embedded_ray(tiny_run()):
         assert [child.poll() is None for child in children] == [False] * late + [True]
     assert len(children) == starts

@@ -13,7 +13,7 @@ import pytest
 from agenticrun_workers.driver import trace
 from agenticrun_workers.driver.trace import TraceSession
 from agenticrun_workers.launch import ActorHandle
-from agenticrun_workers.reporting.run_folder import TraceRequest, ask_for_trace, trace_requests
+from agenticrun_workers.reporting.run_folder import RunFolder, TraceRequest
 from agenticrun_workers.reporting.trace_file import Alignment, Trace
 from agenticrun_workers.tracing import ClockReading, Recorder, Recording, read_clock, span
 from rollout_fakes import Remote
@@ -51,7 +51,7 @@ class Run:
         self.steps = 0
 
     def ask(self, name: str, steps: int) -> TraceRequest:
-        return ask_for_trace(self.folder, name, steps)
+        return RunFolder(self.folder).ask_for_trace(name, steps)
 
     async def step(self) -> None:
         driver, rank = self.session.recorder, self.rank.recorder
@@ -108,12 +108,14 @@ async def test_a_request_that_is_being_answered_is_not_answered_twice(
 ) -> None:
     """A slow look for requests sees one whose file is written meanwhile."""
 
-    def slow(folder: Path) -> list[TraceRequest]:
-        requests = trace_requests(folder)
+    quick = RunFolder.trace_requests
+
+    def slow(folder: RunFolder) -> list[TraceRequest]:
+        requests = quick(folder)
         time.sleep(0.2)
         return requests
 
-    monkeypatch.setattr(trace, "trace_requests", slow)
+    monkeypatch.setattr(RunFolder, "trace_requests", slow)
     run = Run(tmp_path)
     request = run.ask("a", 1)
     await run.session.between_steps(0)

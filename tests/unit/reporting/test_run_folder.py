@@ -19,16 +19,9 @@ from agenticrun_api import parse_run
 from agenticrun_api.load import parse_mounted
 from agenticrun_api.spec import Tracking
 from agenticrun_workers.driver.samples import SampleWriter
+from agenticrun_workers.errors import CannotStart
 from agenticrun_workers.reporting.display import PlainDisplay
-from agenticrun_workers.reporting.run_folder import (
-    FolderInUse,
-    RecordedProgress,
-    RunFolder,
-    announced_process,
-    record_attempt,
-    refuse_if_in_use,
-    without_secrets,
-)
+from agenticrun_workers.reporting.run_folder import RecordedProgress, RunFolder, without_secrets
 from agenticrun_workers.types import StopReason
 from rollout_fakes import result
 from run_folders import SECRET, make_run_folder, snapshot
@@ -51,7 +44,7 @@ def test_the_recorded_run_is_a_run_without_its_secrets(tmp_path: Path) -> None:
 def test_each_attempt_adds_its_versions_and_its_machine(tmp_path: Path) -> None:
     run = parse_run(run_with())
     for attempt in (1, 2):
-        record_attempt(tmp_path, run, attempt, code=tmp_path)
+        RunFolder(tmp_path).record_attempt(run, attempt, code=tmp_path)
     first, second = RunFolder(tmp_path).attempts()
     assert (first["attempt"], second["attempt"]) == (1, 2)
     assert first["versions"]["torch"]
@@ -87,7 +80,7 @@ def test_a_folder_that_cannot_be_written_does_not_stop_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    record_attempt(tmp_path / "file", parse_run(run_with()), 1)
+    RunFolder(tmp_path / "file").record_attempt(parse_run(run_with()), 1)
     assert "the attempt is not recorded" in caplog.text
 
 
@@ -165,11 +158,11 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
 
 def test_the_process_that_trains_is_found_until_it_ends(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    with announced_process(tmp_path):
+    with RunFolder(tmp_path).announced():
         process = folder.process()
         assert process is not None
         assert process.pid == os.getpid()
-        refuse_if_in_use(tmp_path)  # it is ours
+        RunFolder(tmp_path).refuse_if_in_use()  # it is ours
     assert folder.process() is None
 
 
@@ -177,7 +170,7 @@ def test_the_process_that_trains_is_found_until_it_ends(tmp_path: Path) -> None:
 def test_another_process_with_the_same_number_is_not_taken_for_it(
     change: dict[str, object], tmp_path: Path
 ) -> None:
-    with announced_process(tmp_path):
+    with RunFolder(tmp_path).announced():
         file = tmp_path / "process.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
         assert RunFolder(tmp_path).process() is None
@@ -186,15 +179,15 @@ def test_another_process_with_the_same_number_is_not_taken_for_it(
 def test_a_folder_in_which_another_process_trains_is_refused(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        with announced_process(tmp_path):
+        with RunFolder(tmp_path).announced():
             file = tmp_path / "process.json"
             created = psutil.Process(other.pid).create_time()
             record = json.loads(file.read_text()) | {"pid": other.pid, "created": created}
             file.write_text(json.dumps(record))
             with pytest.raises(
-                FolderInUse, match=f"process {other.pid} trains in .*agenticrun stop"
+                CannotStart, match=f"process {other.pid} trains in .*agenticrun stop"
             ):
-                refuse_if_in_use(tmp_path)
+                RunFolder(tmp_path).refuse_if_in_use()
     finally:
         other.communicate()
 

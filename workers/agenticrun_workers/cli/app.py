@@ -23,9 +23,10 @@ from agenticrun_workers.cli.init import init
 from agenticrun_workers.cli.package import package
 from agenticrun_workers.cli.plan import plan
 from agenticrun_workers.cli.report import report
-from agenticrun_workers.cli.run import run, validate
+from agenticrun_workers.cli.run import run
 from agenticrun_workers.cli.serve import serve
 from agenticrun_workers.cli.trace import trace
+from agenticrun_workers.cli.validate import validate
 from agenticrun_workers.cli.watch import logs, samples, watch
 
 app = typer.Typer(

@@ -56,8 +56,7 @@ def evaluate(
         raise typer.BadParameter("give --checkpoint or --model, not both")
     look_in(file.parent)
     from agenticrun_workers.driver.attempt import report_of
-    from agenticrun_workers.driver.local import RayNotStarted
-    from agenticrun_workers.errors import InvalidConfig
+    from agenticrun_workers.errors import CannotStart, InvalidConfig
 
     console = Console()
     with tempfile.TemporaryDirectory(prefix="agenticrun-eval-") as scratch:
@@ -65,7 +64,7 @@ def evaluate(
             results, what = _play(loaded, checkpoint, model, Path(scratch), console)
         except InvalidConfig as error:
             give_up(report_of(error, 0).message)  # unwraps Ray's own exceptions
-        except RayNotStarted as error:
+        except CannotStart as error:
             give_up(str(error))
     console.print(table(results, what))
     if json_file is not None:
@@ -89,7 +88,7 @@ def _play(
     from agenticrun_workers.driver.evaluation import evaluate as play
     from agenticrun_workers.driver.evaluation import evaluation_run
     from agenticrun_workers.driver.export import export_checkpoint
-    from agenticrun_workers.driver.local import check_gpus, embedded_ray, gpus_here
+    from agenticrun_workers.driver.local_actors import check_gpus, embedded_ray
 
     what = model or run.spec.model.path or ""
     if checkpoint is not None:
@@ -110,7 +109,7 @@ def _play(
     ]
     bars = Progress(*columns, console=console, transient=True)
     with embedded_ray(playing) as launcher, bars as progress:
-        check_gpus(run, {run.spec.engine_role, Role.ENV}, gpus_here())
+        check_gpus(run, {run.spec.engine_role, Role.ENV})
         bar = progress.add_task("", total=playing.spec.pipeline.val_batch_size)
         results = asyncio.run(
             play(playing, launcher, lambda episodes: progress.advance(bar, episodes))

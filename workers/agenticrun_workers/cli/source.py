@@ -74,7 +74,6 @@ from agenticrun_workers.reporting.run_folder import (
     TRACES,
     RunFolder,
     TraceRequest,
-    ask_for_trace,
     without_secrets,
 )
 
@@ -356,7 +355,7 @@ class FolderSource(RunSource):
     @override
     def ask_for_trace(self, name: str, steps: int) -> None:
         self._process()
-        ask_for_trace(self.folder.path, name, steps)
+        self.folder.ask_for_trace(name, steps)
 
     @override
     def end_trace(self, name: str) -> None:

@@ -28,7 +28,7 @@ from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import ActorDied, Launcher
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
-from agenticrun_workers.reporting.run_folder import record_attempt
+from agenticrun_workers.reporting.run_folder import RunFolder
 from agenticrun_workers.reporting.trackers import build_trackers, custom_tracker
 from agenticrun_workers.rollout.controller import RolloutController
 from agenticrun_workers.rollout.recording import record_or_replay
@@ -79,7 +79,7 @@ class AttemptRunner:
         try:
             # Checks that need no actor come first: a wrong setting should not cost a start-up.
             await asyncio.to_thread(
-                record_attempt, self.output, self.run, self.attempt.number, self.code
+                RunFolder(self.output).record_attempt, self.run, self.attempt.number, self.code
             )
             await asyncio.to_thread(check_own_functions, self.run.spec.pipeline)
             await asyncio.to_thread(custom_tracker, self.run)

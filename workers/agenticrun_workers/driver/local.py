@@ -1,72 +1,33 @@
-"""Local mode: the same attempt on this machine.
-
-Its actors run on an embedded Ray, which has every role, or as threads of this process.
-"""
+"""Local mode: the same attempt on this machine."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-import ray
 from rich.console import Console
 
-from agenticrun_api import AgenticRun, FinalReport, Role
-from agenticrun_api.names import RAY_ENV
+from agenticrun_api import AgenticRun, FinalReport
 from agenticrun_workers.driver.attempt import AttemptRunner
+from agenticrun_workers.driver.local_actors import (
+    check_gpus,
+    embedded_ray,
+    in_one_process,
+    threads_of_this_process,
+)
 from agenticrun_workers.driver.progress import AttemptId, Requests
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.inference.actor import LOG_FOLDER
 from agenticrun_workers.launch import Launcher
-from agenticrun_workers.launch.in_process import InProcessLauncher
-from agenticrun_workers.launch.ray_launcher import RayLauncher
-from agenticrun_workers.processes import children, end_families, families
 from agenticrun_workers.reporting.client import ProgressSink
 from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay
-from agenticrun_workers.reporting.run_folder import (
-    CHECKPOINT,
-    RecordedProgress,
-    announced_process,
-    ask_for_trace,
-    keep_actor_logs,
-    link_actor_logs,
-    refuse_if_in_use,
-)
-
-log = logging.getLogger(__name__)
+from agenticrun_workers.reporting.run_folder import CHECKPOINT, RecordedProgress, RunFolder
 
 START_TRACE = "start"
 """Name of a trace from the beginning."""
-
-OBJECT_STORE_BYTES = 200 * 1024 * 1024
-"""Fits the weights of the small models that train on one machine; the rest spills to disk."""
-
-START_TRIES = 3
-"""Ray gives up if it is not up after half a minute, which happens on busy machines."""
-
-PATIENCE_SECONDS = 15.0
-"""Time for Ray's leftover processes to end by themselves.
-
-More than the supervisor of an engine's server needs to clean up.
-"""
-
-DEBUGGER_SECONDS = 86_400.0
-"""Time limit of a call of an environment in which a debugger may stop: the longest one."""
-
-KILL_SECONDS = 10.0
-"""Time for killed processes to disappear, unless a disk hangs."""
-
-
-class RayNotStarted(Exception):
-    """This machine is too busy for Ray."""
 
 
 def run_locally(
@@ -93,8 +54,7 @@ def run_locally(
     Raises:
         InvalidConfig: the run is suspended, asks for more GPUs than this machine has, or cannot be
             run in one process.
-        FolderInUse: another process trains in `output`.
-        RayNotStarted: this machine is too busy.
+        CannotStart: another process trains in `output`, or this machine is too busy.
     """
     if run.spec.suspend:
         raise InvalidConfig(
@@ -103,20 +63,13 @@ def run_locally(
         )
     pods = {*run.spec.roles.workers, run.spec.engine_role}
     if in_process:
-        # torch takes seconds to import, and only this mode needs it here.
-        from agenticrun_workers.models.devices import set_deterministic, visible_gpus
-
-        check_in_process(run)
-        check_gpus(run, pods, visible_gpus(), "torch sees")
-        # Before any actor computes: cuBLAS reads its settings at the first product of a process.
-        if run.spec.pipeline.deterministic:
-            set_deterministic(True)
-        run = with_patience(run)
+        run = in_one_process(run, pods)
     # Before anything in the folder changes.
-    refuse_if_in_use(output)
+    folder = RunFolder(output)
+    folder.refuse_if_in_use()
     output.mkdir(parents=True, exist_ok=True)
     if trace_steps:
-        ask_for_trace(output, START_TRACE, trace_steps)
+        folder.ask_for_trace(START_TRACE, trace_steps)
     # A debugger needs the terminal for itself.
     owns_terminal = console.is_terminal and not in_process
     display: LiveDisplay | PlainDisplay = (
@@ -127,90 +80,13 @@ def run_locally(
     with _log_file(output / "run.log"), actors as launcher:
         # Only a running Ray knows which GPUs it has found.
         if not in_process:
-            check_gpus(run, pods, gpus_here())
+            check_gpus(run, pods)
         with display:
-            return asyncio.run(_train(run, output, display, launcher, code))
-
-
-def gpus_here() -> int:
-    """Return the number of GPUs that Ray has found on this machine."""
-    return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
-
-
-def check_gpus(
-    run: AgenticRun, pods: Collection[Role], available: int, found_by: str = "this machine has"
-) -> None:
-    """Raise `InvalidConfig` if pods ask for more GPUs than there are.
-
-    Ray would wait for them, and a process without them would train on its CPUs.
-
-    Args:
-        pods: roles of the pods that are needed.
-        available: number of GPUs of this machine.
-        found_by: subject and verb of the sentence that ends with this number.
-    """
-    roles = run.spec.roles
-    asked = {role.value: roles.total_gpus(role) for role in sorted(pods) if roles.total_gpus(role)}
-    if sum(asked.values()) <= available:
-        return
-    # All roles at once: with one alone, the user would get the next refusal.
-    on_cpus = " ".join(f"--set roles.{role}.gpus=0" for role in asked)
-    raise InvalidConfig(
-        f"spec.roles.{next(iter(asked))}.gpus",
-        f"the run asks for {sum(asked.values())} GPUs "
-        f"({', '.join(f'{role} {gpus}' for role, gpus in asked.items())}), and {found_by} "
-        f"{available}: use a cluster or machine that has them, or take CPUs for a small model "
-        f"with {on_cpus}",
-    )
-
-
-def check_in_process(run: AgenticRun) -> None:
-    """Raise `InvalidConfig` if the actors of the run need processes of their own."""
-    spec = run.spec
-    for role in (Role.TRAINER, Role.REFERENCE, Role.CRITIC):
-        if not spec.roles.has(role) or spec.actors(role) == 1:
-            continue
-        field = "replicas" if spec.roles.replicas(role) > 1 else "gpus"
-        path = f"spec.roles.{role.value}.{field}"
-        raise InvalidConfig(
-            path, f"--in-process runs one {role.value} rank: set {path} to 1{_OR_LEAVE_OUT}"
-        )
-    # Colocated engines free GPU memory by sleeping, which they cannot do in a shared process.
-    if spec.colocated:
-        raise InvalidConfig(
-            "spec.placement",
-            "engines that take turns with trainers need a process of their own: "
-            f"set spec.placement to Disaggregated{_OR_LEAVE_OUT}",
-        )
-    strategy = spec.pipeline.actor_train.strategy.name
-    if strategy != "fsdp2":
-        raise InvalidConfig(
-            "spec.pipeline.actorTrain.strategy.name",
-            f"{strategy} needs a process of its own: set it to fsdp2{_OR_LEAVE_OUT}",
-        )
-
-
-_OR_LEAVE_OUT = ", or leave out --in-process"
-
-
-def with_patience(run: AgenticRun) -> AgenticRun:
-    """Return the run without the limits that a debugger in an environment would exceed.
-
-    Environments are in this process too, as `agenticrun debug` has them.
-    """
-    pipeline = run.spec.pipeline
-    # A deterministic run must have no limit: it would depend on the clock.
-    limit = None if pipeline.deterministic else DEBUGGER_SECONDS
-    envs = [
-        env.model_copy(update={"step_timeout_seconds": limit, "isolated": False})
-        for env in pipeline.envs
-    ]
-    changed = pipeline.model_copy(update={"envs": envs})
-    return run.model_copy(update={"spec": run.spec.model_copy(update={"pipeline": changed})})
+            return asyncio.run(_train(run, folder, display, launcher, code))
 
 
 async def _train(
-    run: AgenticRun, output: Path, sink: ProgressSink, launcher: Launcher, code: Path | None
+    run: AgenticRun, folder: RunFolder, sink: ProgressSink, launcher: Launcher, code: Path | None
 ) -> FinalReport:
     requests = Requests()
     training = asyncio.current_task()
@@ -231,130 +107,19 @@ async def _train(
     runner = AttemptRunner(
         run=run,
         attempt=AttemptId(run.metadata.uid or "local", f"{run.metadata.name}-local", 1),
-        output=output,
-        checkpoints=str(output / "checkpoints"),
+        output=folder.path,
+        checkpoints=str(folder.path / "checkpoints"),
         # All runs with this output folder are one run.
         resume=checkpoint.resume
         if checkpoint and checkpoint.resume != "FromPreviousRun"
         else "Auto",
-        sink=RecordedProgress(sink, output),
+        sink=RecordedProgress(sink, folder.path),
         requests=requests,
         launcher=launcher,
         code=code,
     )
-    with announced_process(output):
+    with folder.announced():
         return await runner.execute()
-
-
-@contextmanager
-def threads_of_this_process(logs: Path) -> Iterator[Launcher]:
-    """Run actors in this process until the context ends.
-
-    Args:
-        logs: folder that keeps the logs of engines.
-    """
-    before = os.environ.get(LOG_FOLDER)
-    os.environ[LOG_FOLDER] = str(logs.absolute())
-    import transformers
-
-    # transformers loads its classes on first access. If two threads ask at once, one of them may
-    # get "no such class".
-    for name in ("PreTrainedModel", "PreTrainedTokenizerFast"):
-        getattr(transformers, name)
-    launcher = InProcessLauncher()
-    try:
-        yield launcher
-    finally:
-        launcher.close()
-        if before is None:
-            del os.environ[LOG_FOLDER]
-        else:
-            os.environ[LOG_FOLDER] = before
-
-
-@contextmanager
-def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[Launcher]:
-    """Start a Ray of our own, with one node that has all roles.
-
-    All processes and files of it are gone when the context ends.
-
-    Args:
-        logs: folder that keeps the logs of engines; the folder above it keeps those of actors.
-            None deletes them too.
-
-    Raises:
-        RayNotStarted: this machine is too busy.
-    """
-    resources = {
-        role.value: float(run.spec.actors(role))
-        for role in {*run.spec.roles.workers, Role.INFERENCE}
-    }
-    # Before Ray is started: its daemons inherit them.
-    for name, value in RAY_ENV.items():
-        os.environ.setdefault(name, value)
-    scratch = Path(
-        tempfile.mkdtemp(prefix=f"arun-{os.getpid()}-", dir="/tmp")
-    )  # paths of sockets must be short
-    os.environ[LOG_FOLDER] = str((logs or scratch).absolute())
-    # A notebook may have children of its own, which stay.
-    others = children(os.getpid())
-    ours: set[psutil.Process] = set()
-    try:
-        # Each try starts daemons, and one that failed leaves some behind.
-        for tries_left in reversed(range(START_TRIES)):
-            try:
-                _start_ray(resources, scratch)
-                break
-            except RayNotStarted:
-                if not tries_left:
-                    raise
-                log.warning("Ray did not start in half a minute: it gets another try")
-                _end_ray(families(children(os.getpid()) - others))
-            finally:
-                ours = families(children(os.getpid()) - others)
-        if logs is not None:
-            link_actor_logs(logs.parent, scratch / "session_latest" / "logs")
-        # The logs are linked before the first actor writes to them.
-        yield RayLauncher()
-    finally:
-        _end_ray(families(ours))  # while their parents live: orphans have another parent
-        if logs is not None:
-            keep_actor_logs(logs.parent)
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _start_ray(resources: Mapping[str, float], scratch: Path) -> None:
-    try:
-        ray.init(
-            address="local",
-            num_cpus=1,
-            resources=dict(resources),
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _temp_dir=str(scratch),
-        )
-    except Exception as error:
-        # Ray has no type of its own for this.
-        if "timed out during startup" not in str(error):
-            raise
-        raise RayNotStarted(
-            "Ray did not start in half a minute: this machine is too busy. Try again when it has "
-            "less to do, or train with agenticrun run --in-process, which needs no Ray"
-        ) from error
-
-
-def _end_ray(processes: Set[psutil.Process]) -> None:
-    """Disconnect, and end these processes.
-
-    Ray kills its daemon after a second; what the daemon has not ended by then would live on for a
-    minute.
-    """
-    ray.shutdown()
-    if left := end_families(processes, PATIENCE_SECONDS, KILL_SECONDS):
-        pids = sorted(process.pid for process in left)
-        log.warning("processes of Ray that cannot be killed: %s", pids)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from agenticrun_workers.launch import ActorDied, ActorHandle
-from agenticrun_workers.reporting.run_folder import TraceRequest, trace_requests
+from agenticrun_workers.reporting.run_folder import RunFolder, TraceRequest
 from agenticrun_workers.reporting.trace_file import Alignment, RoundTrip, Trace, TracedProcess
 from agenticrun_workers.tracing import DRIVER, Recorder, Recording, Traced, read_clock
 
@@ -67,7 +67,7 @@ class TraceSession:
         sample: Callable[[], Mapping[str, float]],
     ) -> None:
         self.recorder = Recorder(DRIVER, DRIVER, sample)
-        self._output = output
+        self._folder = RunFolder(output)
         self._run = run
         self._actors = actors
         self._session: _Session | None = None
@@ -106,7 +106,7 @@ class TraceSession:
 
     async def _requests(self) -> list[TraceRequest]:
         try:
-            return await asyncio.to_thread(trace_requests, self._output)
+            return await asyncio.to_thread(self._folder.trace_requests)
         except OSError as error:
             log.error("no trace: requests cannot be read: %s", error)
             return []

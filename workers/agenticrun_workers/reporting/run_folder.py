@@ -43,6 +43,7 @@ from agenticrun_api import AgenticRun, Progress, Role
 from agenticrun_api.base import clean_text
 from agenticrun_api.version import __version__
 from agenticrun_api.yaml_text import read_yaml, write_yaml
+from agenticrun_workers.errors import CannotStart
 from agenticrun_workers.reporting.client import ProgressSink, rfc3339
 
 log = logging.getLogger(__name__)
@@ -54,10 +55,6 @@ PACKAGES = (
 )  # fmt: skip
 """Packages that decide what a run computes."""
 GPU_SECONDS = 10.0
-
-
-class FolderInUse(Exception):
-    """Another process trains in the folder. The message says which one, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ class Episode:
 
 
 class RunFolder:
-    """Reads an output folder. What is missing in it is empty or None."""
+    """An output folder. What is missing in it is empty or None."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -189,6 +186,93 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError, psutil.NoSuchProcess):
             return None
 
+    def record_attempt(self, run: AgenticRun, attempt: int, code: Path | None = None) -> None:
+        """Write run.yaml, and add a line to attempts.jsonl.
+
+        Args:
+            run: the run.
+            attempt: its number.
+            code: the folder of modules beside the run file, in local mode.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            text = write_yaml(without_secrets(run.document()))
+            (self.path / "run.yaml").write_text(text, encoding="utf-8")
+            record = {
+                "attempt": attempt,
+                "time": rfc3339(time.time()),
+                # Ray's start comes before the attempt; `watch` counts it as `run` does.
+                "started": rfc3339(psutil.Process().create_time()),
+                **({"code": str(code)} if code else {}),
+                "versions": versions(),
+                "machine": machine(),
+            }
+            with (self.path / "attempts.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:  # who saves a checkpoint there says what to do
+            log.warning("the attempt is not recorded: %s", error)
+
+    def link_actor_logs(self, written: Path) -> None:
+        """Show the logs of actors where Ray writes them."""
+        with suppress(OSError):
+            (self.path / ACTORS).mkdir(parents=True, exist_ok=True)
+            (self.path / ACTORS / NOW).unlink(missing_ok=True)  # of a killed process
+            (self.path / ACTORS / NOW).symlink_to(written.absolute())
+
+    def keep_actor_logs(self) -> None:
+        """Copy the logs of actors that wrote anything: Ray's folder goes with the process."""
+        with suppress(OSError):
+            for file in (self.path / ACTORS / NOW).glob("worker-*-*-*.*"):
+                # Most actors print nothing, and there may be hundreds.
+                if _says_something(file):
+                    shutil.copy(file, self.path / ACTORS)
+            (self.path / ACTORS / NOW).unlink()
+
+    def ask_for_trace(self, name: str, steps: int) -> TraceRequest:
+        """Ask the run in the folder for a trace of its next steps."""
+        file = self.path / TRACES / f"{name}.request"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed, so that the run never reads half a request.
+        aside = file.with_suffix(".new")
+        aside.write_text(str(steps))
+        aside.replace(file)
+        return TraceRequest(file, steps)
+
+    def trace_requests(self) -> list[TraceRequest]:
+        """Return the requests for traces, the oldest first."""
+        found = []
+        # By name, which begins with the time.
+        for file in sorted((self.path / TRACES).glob("*.request"), key=lambda file: file.name):
+            with suppress(OSError, ValueError):
+                found.append(TraceRequest(file, int(file.read_text())))
+        return found
+
+    def refuse_if_in_use(self) -> None:
+        """Raise `CannotStart` if another process trains in the folder."""
+        other = self.process()
+        if other is not None and other.pid != os.getpid():
+            raise CannotStart(
+                f"process {other.pid} trains in {self.path}: choose another folder with --output, "
+                f"or end it first with `agenticrun stop {self.path}`"
+            )
+
+    @contextmanager
+    def announced(self) -> Iterator[None]:
+        """Say in the folder that this process trains there and takes `STOP` and `CHECKPOINT`."""
+        file = self.path / "process.json"
+        process = psutil.Process()
+        record = {
+            "pid": process.pid,
+            "created": process.create_time(),
+            "host": socket.gethostname(),
+            "command": Path(sys.argv[0]).name,
+        }
+        file.write_text(json.dumps(record))
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
     def _picture(self, name: str) -> Path | None:
         tracking = ((self.config() or {}).get("spec") or {}).get("tracking") or {}
         for folder in (str(tracking.get("renderDir") or ""), "pictures"):  # a copy has the latter
@@ -224,52 +308,6 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
             with suppress(ValueError):
                 found.append(json.loads(line))
     return found
-
-
-def record_attempt(folder: Path, run: AgenticRun, attempt: int, code: Path | None = None) -> None:
-    """Write run.yaml, and add a line to attempts.jsonl.
-
-    Args:
-        folder: the output folder.
-        run: the run.
-        attempt: its number.
-        code: the folder of modules beside the run file, in local mode.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = write_yaml(without_secrets(run.document()))
-        (folder / "run.yaml").write_text(text, encoding="utf-8")
-        record = {
-            "attempt": attempt,
-            "time": rfc3339(time.time()),
-            # Ray's start comes before the attempt; `watch` counts it as `run` does.
-            "started": rfc3339(psutil.Process().create_time()),
-            **({"code": str(code)} if code else {}),
-            "versions": versions(),
-            "machine": machine(),
-        }
-        with (folder / "attempts.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-    except OSError as error:  # who saves a checkpoint there says what to do
-        log.warning("the attempt is not recorded: %s", error)
-
-
-def link_actor_logs(folder: Path, written: Path) -> None:
-    """Let an output folder show the logs of actors where Ray writes them."""
-    with suppress(OSError):
-        (folder / ACTORS).mkdir(parents=True, exist_ok=True)
-        (folder / ACTORS / NOW).unlink(missing_ok=True)  # of a killed process
-        (folder / ACTORS / NOW).symlink_to(written.absolute())
-
-
-def keep_actor_logs(folder: Path) -> None:
-    """Copy the logs of actors that wrote anything, because Ray's folder goes with the process."""
-    with suppress(OSError):
-        for file in (folder / ACTORS / NOW).glob("worker-*-*-*.*"):
-            # Most actors print nothing, and there may be hundreds.
-            if _says_something(file):
-                shutil.copy(file, folder / ACTORS)
-        (folder / ACTORS / NOW).unlink()
 
 
 RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")
@@ -373,27 +411,6 @@ class TraceRequest:
 TRACES = "traces"
 
 
-def ask_for_trace(folder: Path, name: str, steps: int) -> TraceRequest:
-    """Ask the run in this folder for a trace of its next steps."""
-    file = folder / TRACES / f"{name}.request"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed, so that the run never reads half a request.
-    aside = file.with_suffix(".new")
-    aside.write_text(str(steps))
-    aside.replace(file)
-    return TraceRequest(file, steps)
-
-
-def trace_requests(folder: Path) -> list[TraceRequest]:
-    """Return the requests for traces, the oldest first."""
-    found = []
-    # By name, which begins with the time.
-    for file in sorted((folder / TRACES).glob("*.request"), key=lambda file: file.name):
-        with suppress(OSError, ValueError):
-            found.append(TraceRequest(file, int(file.read_text())))
-    return found
-
-
 class RecordedProgress(ProgressSink):
     """A `ProgressSink` that also keeps the newest snapshot in progress.json, for other processes.
 
@@ -434,34 +451,6 @@ class RecordedProgress(ProgressSink):
             if self._works:
                 log.warning("cannot write %s: %s", self._file, error)
             self._works = False
-
-
-def refuse_if_in_use(folder: Path) -> None:
-    """Raise `FolderInUse` if another process trains in the folder."""
-    other = RunFolder(folder).process()
-    if other is not None and other.pid != os.getpid():
-        raise FolderInUse(
-            f"process {other.pid} trains in {folder}: choose another folder with --output, or end "
-            f"it first with `agenticrun stop {folder}`"
-        )
-
-
-@contextmanager
-def announced_process(folder: Path) -> Iterator[None]:
-    """Say in the folder that this process trains there and takes `STOP` and `CHECKPOINT`."""
-    file = folder / "process.json"
-    process = psutil.Process()
-    record = {
-        "pid": process.pid,
-        "created": process.create_time(),
-        "host": socket.gethostname(),
-        "command": Path(sys.argv[0]).name,
-    }
-    file.write_text(json.dumps(record))
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)
 
 
 STOP = signal.SIGTERM
