@@ -17,7 +17,6 @@ import pytest
 from agenticrun_api import parse_run
 from agenticrun_api.names import WORK_DIR
 from agenticrun_workers.driver import checkpoints
-from agenticrun_workers.driver.attempt import report_of
 from agenticrun_workers.driver.checkpoints import (
     Checkpoint,
     CheckpointNotSaved,
@@ -27,6 +26,7 @@ from agenticrun_workers.driver.checkpoints import (
     cluster_folders,
     folder_of,
 )
+from agenticrun_workers.driver.outcome import report_of
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.storage import MODULE_RECORD, DamagedFile, FileEntry, Folder
 from module_savers import save_whole

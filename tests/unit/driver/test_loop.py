@@ -15,7 +15,6 @@ from agenticrun_api.algorithm import Guards
 from agenticrun_api.pipeline import LIVE_FIELDS
 from agenticrun_api.spec import Tracking
 from agenticrun_workers.driver import checkpoints, loop
-from agenticrun_workers.driver.attempt import exit_code, report_of, summary
 from agenticrun_workers.driver.checkpoints import (
     CheckpointNotSaved,
     CheckpointStore,
@@ -25,8 +24,10 @@ from agenticrun_workers.driver.checkpoints import (
 )
 from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.guards import GuardTripped
-from agenticrun_workers.driver.loop import Loop, LoopParts, position_of
+from agenticrun_workers.driver.loop import Loop
 from agenticrun_workers.driver.metrics import Metrics
+from agenticrun_workers.driver.outcome import exit_code, report_of, summary
+from agenticrun_workers.driver.parts import LoopParts
 from agenticrun_workers.driver.progress import AttemptId, ProgressReporter, Requests, StopRequested
 from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.trainer_group import Advantages
@@ -115,7 +116,10 @@ class Run:
         self.schedule_ended = False
         self.kl: float | None = None
         self.rollout = RolloutController.of(
-            self.pipeline, self.backend, discard=self.discard, position=position_of(resume)
+            self.pipeline,
+            self.backend,
+            discard=self.discard,
+            position=resume.position if resume else RolloutPosition(),
         )
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.store = CheckpointStore(folder, "uid", keep=5)
@@ -124,7 +128,7 @@ class Run:
             trainers=self,
             engines=self,
             rollout=self.rollout,
-            validator=Validator(self.backend, self.pipeline),
+            validator=Validator(self.backend, self.pipeline, resumed=resume),
             warmup=self,  # type: ignore[arg-type]
             actors=self,
             checkpoints=self.store,
@@ -666,12 +670,12 @@ async def test_a_stop_loses_no_group(staleness: int, tmp_path: Path) -> None:
     assert saved is not None
     state = saved.driver_state()
     assert sorted([*trained, *state.again]) == [*range(state.next_group)]
-    assert run.rollout.position == position_of(state)
+    assert run.rollout.position == state.position
 
 
 async def test_a_checkpoint_tells_for_which_groups_batches_wait(tmp_path: Path) -> None:
     state = DriverState(step=2, next_group=6, again=(4, 5), parts={"requeued": [5]})
-    assert position_of(state) == RolloutPosition(6, pending_groups=(4, 5), requeued_groups=(5,))
+    assert state.position == RolloutPosition(6, pending_groups=(4, 5), requeued_groups=(5,))
     run = Run(tmp_path, resume=state)
     run.backend.hold(4, 5)
     running = asyncio.create_task(run.loop.run())
@@ -682,12 +686,12 @@ async def test_a_checkpoint_tells_for_which_groups_batches_wait(tmp_path: Path) 
         await asyncio.wait_for(running, 60)
     saved = run.store.newest()
     assert saved is not None
-    assert position_of(saved.driver_state()) == position_of(state)
+    assert saved.driver_state().position == state.position
 
 
 def test_a_checkpoint_of_an_earlier_version_names_no_groups_for_which_batches_wait() -> None:
     state = DriverState(step=2, next_group=6, again=(4, 5), parts={"kl_coef": 0.1})
-    assert position_of(state) == RolloutPosition(6, pending_groups=(4, 5))
+    assert state.position == RolloutPosition(6, pending_groups=(4, 5))
 
 
 async def test_a_stop_during_the_warm_up_saves_nothing(tmp_path: Path) -> None:

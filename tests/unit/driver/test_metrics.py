@@ -17,7 +17,7 @@ import agenticrun_workers
 from agenticrun_api.algorithm import Guards
 from agenticrun_api.metrics import COLUMNS, FAMILIES, METRICS, STEP_METRICS, rank_of
 from agenticrun_workers.driver.engine_time import EngineTime, engine_metrics
-from agenticrun_workers.driver.evaluation import summarize, warmup_success
+from agenticrun_workers.driver.evaluation import Validator, summarize
 from agenticrun_workers.driver.guards import guards_of
 from agenticrun_workers.driver.metrics import (
     rollout_metrics,
@@ -36,7 +36,8 @@ from agenticrun_workers.trainer import actor_loss, critic
 from agenticrun_workers.types import StopReason
 from agenticrun_workers.weights.sync import SyncReport
 from agenticrun_workers.weights.transports import Transport
-from rollout_fakes import result
+from rollout_fakes import FakeBackend, result
+from tiny_runs import tiny_run
 
 
 def test_a_batch_tells_scores_ages_and_why_episodes_ended() -> None:
@@ -142,7 +143,9 @@ def test_a_metric_of_an_environment_s_own_is_no_tag() -> None:
     assert metrics["val/A/easy/success"] == 0.0
     assert metrics["val/success/mean"] == validation_result(metrics) == 1.0
     assert success_rates(metrics) == {"val/A/success": 1.0}
-    assert warmup_success(metrics) == {"val/A/warmup_success": 1.0}
+    validator = Validator(FakeBackend(), tiny_run().spec.pipeline)
+    validator.metrics(0, [own])
+    assert validator.baselines == {"val/A/warmup_success": 1.0}
 
 
 def test_environments_cannot_replace_what_we_report_of_a_tag() -> None:

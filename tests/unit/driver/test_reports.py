@@ -9,7 +9,7 @@ import pytest
 from agenticrun_api import InvalidRun, Outcome, Reason
 from agenticrun_api.names import ExitCode
 from agenticrun_workers.driver import __main__ as cluster_driver
-from agenticrun_workers.driver.attempt import exit_code, report_of
+from agenticrun_workers.driver.outcome import exit_code, report_of
 from agenticrun_workers.driver.progress import StopRequested
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import ActorDied

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from agenticrun_api import Activity, Commands, FinalReport, Outcome, Progress
 from agenticrun_api.names import LEAVE_COMMAND, REPORTER_PORT, TOKEN_HEADER
-from agenticrun_workers.driver.attempt import report_of
+from agenticrun_workers.driver.outcome import report_of
 from agenticrun_workers.driver.progress import (
     AttemptId,
     ProgressReporter,

@@ -55,7 +55,7 @@ def evaluate(
     if checkpoint is not None and model is not None:
         raise typer.BadParameter("give --checkpoint or --model, not both")
     look_in(file.parent)
-    from agenticrun_workers.driver.attempt import report_of
+    from agenticrun_workers.driver.outcome import report_of
     from agenticrun_workers.errors import CannotStart, InvalidConfig
 
     console = Console()

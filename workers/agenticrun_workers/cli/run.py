@@ -89,8 +89,8 @@ def train(
     console = RunConsole()
     for line in code_notes(run, code):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    from agenticrun_workers.driver.attempt import exit_code
     from agenticrun_workers.driver.local import run_locally
+    from agenticrun_workers.driver.outcome import exit_code
     from agenticrun_workers.errors import CannotStart, InvalidConfig
 
     check_writable(folder)

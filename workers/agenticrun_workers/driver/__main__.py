@@ -33,8 +33,9 @@ from agenticrun_api.names import (
     ExitCode,
 )
 from agenticrun_api.yaml_text import read_yaml
-from agenticrun_workers.driver.attempt import AttemptRunner, exit_code, fail_early
+from agenticrun_workers.driver.attempt import AttemptRunner
 from agenticrun_workers.driver.checkpoints import cluster_folders
+from agenticrun_workers.driver.outcome import exit_code, fail_early
 from agenticrun_workers.driver.output import copied_output
 from agenticrun_workers.driver.progress import AttemptId, Requests
 from agenticrun_workers.launch.ray_launcher import RayLauncher

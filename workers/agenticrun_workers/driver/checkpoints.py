@@ -30,9 +30,11 @@ from typing import Any
 from agenticrun_api import AgenticRun
 from agenticrun_api.names import WORK_DIR
 from agenticrun_api.spec import Checkpoint as Storage
+from agenticrun_api.status import CheckpointStatus
 from agenticrun_api.version import __version__
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.reporting.client import rfc3339
+from agenticrun_workers.rollout.controller import RolloutPosition
 from agenticrun_workers.storage import (
     MODULE_RECORD,
     DamagedFile,
@@ -44,6 +46,8 @@ from agenticrun_workers.storage import (
 log = logging.getLogger(__name__)
 
 STATE = "state.json"
+REQUEUED = "requeued"
+"""Key of `DriverState.parts`."""
 
 IsDurable = Callable[[], Awaitable[bool]]
 """Returns True once the ranks of a module have written all files; raises the error of a write."""
@@ -76,6 +80,31 @@ class DriverState:
     parts: dict[str, Any] = field(default_factory=dict)
     """State of other parts by name, as JSON values: the KL controller, the guards."""
 
+    @staticmethod
+    def at(
+        position: RolloutPosition,
+        step: int,
+        best_success: float | None,
+        baselines: dict[str, float],
+        parts: dict[str, Any],
+    ) -> DriverState:
+        """Return the state at a position of rollout."""
+        requeued = {REQUEUED: position.requeued_groups}
+        return DriverState(
+            step,
+            position.next_group,
+            position.pending_groups,
+            best_success,
+            baselines,
+            parts | requeued,
+        )
+
+    @property
+    def position(self) -> RolloutPosition:
+        """Where rollout continues."""
+        requeued = tuple(self.parts.get(REQUEUED, ()))  # absent before 0.2
+        return RolloutPosition(self.next_group, self.again, requeued)
+
     def to_bytes(self) -> bytes:
         """Return JSON.
 
@@ -104,6 +133,11 @@ class Checkpoint:
     folder: str
     step: int
     time: str
+
+    @property
+    def status(self) -> CheckpointStatus:
+        """The checkpoint in a progress snapshot."""
+        return CheckpointStatus(step=self.step, uri=self.folder, time=self.time)
 
     def module_folder(self, module: str) -> str:
         return f"{self.folder}/{module}"

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from agenticrun_api import AgenticRun, Pipeline
-from agenticrun_workers.driver.metrics import SUCCESS_OF_TAG, Metrics, validation_metrics
+from agenticrun_workers.driver.checkpoints import DriverState
+from agenticrun_workers.driver.metrics import (
+    SUCCESS_OF_TAG,
+    Metrics,
+    success_of,
+    validation_metrics,
+)
 from agenticrun_workers.driver.progress import Requests
 from agenticrun_workers.driver.start_up import playing_actors
 from agenticrun_workers.errors import InvalidConfig
@@ -38,8 +44,14 @@ class Validator:
     The set has `valBatchSize` episodes: groups 0, 1, 2 ... of the validation stream.
 
     Args:
+        resumed: the driver's state in the checkpoint that the run continues from.
         transcripts: number of groups that return the text of their first episode.
         frames: return pictures of these episodes too.
+
+    Attributes:
+        best: the best mean success so far.
+        baselines: val/<tag>/random_success, random_errors and warmup_success, measured once.
+        last: the metrics of the last validation.
     """
 
     def __init__(
@@ -47,6 +59,7 @@ class Validator:
         backend: RolloutBackend,
         pipeline: Pipeline,
         *,
+        resumed: DriverState | None = None,
         transcripts: int = 0,
         frames: bool = False,
     ) -> None:
@@ -55,6 +68,9 @@ class Validator:
         self._transcripts = transcripts
         self._frames = frames
         self._warn = LogOnce(log.warning)
+        self.best = resumed.best_success if resumed else None
+        self.baselines: Metrics = dict(resumed.baselines) if resumed else {}
+        self.last: Metrics = {}
 
     def configure(self, pipeline: Pipeline) -> None:
         """Use other values of `evalSteps` and `maxSteps`."""
@@ -74,8 +90,25 @@ class Validator:
         """Play with the policy; return the trajectories by group and member."""
         return await self._play(random_policy=False)
 
-    async def random_baseline(self) -> Metrics:
-        """Return val/<tag>/random_success: random valid actions on the same levels.
+    def metrics(self, step: int, results: list[EpisodeResult]) -> Metrics:
+        """Return the metrics of a validation, with the baselines and the best success so far.
+
+        Args:
+            step: completed training steps.
+            results: from `run`.
+        """
+        metrics = self.last = validation_metrics(results)
+        # Before the first RL step: what the warm-up alone has taught.
+        if step == 0:
+            self.baselines |= _renamed(metrics, "warmup_success")
+        success = success_of(metrics)
+        if success is not None:
+            self.best = success if self.best is None else max(success, self.best)
+            metrics = {**metrics, "val/success/best": self.best}
+        return {**self.baselines, **metrics}
+
+    async def random_baseline(self) -> None:
+        """Measure val/<tag>/random_success: random valid actions on the same levels.
 
         Where episodes failed, val/<tag>/random_errors is their share.
         """
@@ -83,7 +116,7 @@ class Validator:
         failed = Counter(result.tag for result in played if not result.trainable)
         total = Counter(result.tag for result in played)
         errors = {f"val/{tag}/random_errors": failed[tag] / total[tag] for tag in failed}
-        return _renamed(validation_metrics(played), "random_success") | errors
+        self.baselines = _renamed(validation_metrics(played), "random_success") | errors
 
     async def _play(self, random_policy: bool) -> list[EpisodeResult]:
         envs = self._pipeline.val_envs
@@ -118,11 +151,6 @@ class Validator:
         for message in failures(kind, results):
             self._warn(message)
         return results
-
-
-def warmup_success(validated: Metrics) -> Metrics:
-    """Return val/<tag>/warmup_success: the success of the policy before its first RL step."""
-    return _renamed(validated, "warmup_success")
 
 
 def _renamed(metrics: Metrics, name: str) -> Metrics:

@@ -12,6 +12,7 @@ from agenticrun_api import AgenticRun, AgenticRunSpec, PoolStatus, Role
 from agenticrun_api.roles import ELASTIC
 from agenticrun_workers.driver.actors import ActorStarter, torch_threads
 from agenticrun_workers.driver.metrics import Metrics
+from agenticrun_workers.driver.progress import ProgressReporter, Requests
 from agenticrun_workers.inference.actor import EngineActor
 from agenticrun_workers.inference.pool import ColocatedSlot, EnginePool
 from agenticrun_workers.launch import ActorHandle, killed_on_error
@@ -101,6 +102,15 @@ class ActorPools:
             if role in replicas and not self._fixed.get(role):
                 self._run = self._run.with_replicas({role.value: replicas[role]})
                 pool.resize(self._run.spec.actors(role))
+
+    async def follow(self, requests: Requests, progress: ProgressReporter) -> None:
+        """Keep as many actors as the operator has asked for last, and report them; never ends."""
+        while True:
+            requests.changed.clear()
+            if requests.config is not None:
+                self.resize(requests.config.replicas)
+            progress.pools(self.status)
+            await requests.changed.wait()
 
     @property
     def status(self) -> dict[Role, PoolStatus]:
