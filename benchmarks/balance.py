@@ -22,7 +22,7 @@ import numpy as np
 from record import write_record
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.driver.trainer_group import balance, plan_batch
+from agenticrun_workers.driver.batch_plan import balance, plan_batch
 from agenticrun_workers.rollout.controller import Group
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream

@@ -28,8 +28,9 @@ from record import write_record
 from agenticrun_api import AgenticRun
 from agenticrun_api.overrides import load_run_with
 from agenticrun_workers.agents import ChatFormat, Episode, Generate, random_valid_policy
-from agenticrun_workers.driver.step import credit_turns, kl_controller, select_groups, update_kl
-from agenticrun_workers.driver.trainer_group import plan_batch
+from agenticrun_workers.driver.batch_plan import plan_batch
+from agenticrun_workers.driver.credit import CreditAssigner
+from agenticrun_workers.driver.step import select_groups
 from agenticrun_workers.envs import Env, make_env
 from agenticrun_workers.inference.transformers.engine import TransformersEngine
 from agenticrun_workers.models.initialize import make_model_files
@@ -115,7 +116,7 @@ class Learner:
             str(self._weights),
             deltas=False,
         )
-        self._kl = kl_controller(self._pipeline, None)
+        self._credit = CreditAssigner(self._pipeline)
 
     async def learn(self) -> Outcome:
         """Warm up, then train to the last step."""
@@ -195,13 +196,12 @@ class Learner:
         self._trainer.held = {trajectory.key: trajectory for trajectory in played}
         [plan] = plan_batch(self._pipeline, groups, 1, version)
         scored = self._trainer.score(plan)
-        credits = credit_turns(self._pipeline, results, scored.kl, self._kl.coef)
+        credits = self._credit.assign(results, scored.kl)
         self._trainer.compute_advantages(credits)
         if self._pipeline.uses_critic:
             self._trainer.train_critic()
         self._trainer.train_actor(version, version > self._pipeline.critic_warmup)
-        if scored.kl is not None:
-            self._kl, _ = update_kl(self._kl, results, scored.kl)
+        self._credit.adapt_kl(results, scored.kl)
 
     async def _publish(self, version: int) -> None:
         async def parts() -> AsyncIterator[Path]:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from agenticrun_api import AgenticRun
 from agenticrun_workers.agents import Episode
+from agenticrun_workers.driver.credit import credit_turns
 from agenticrun_workers.driver.export import export_checkpoint, first_model
-from agenticrun_workers.driver.step import credit_turns
 from agenticrun_workers.envs import StepResult, make_env
 from agenticrun_workers.inference.builder import transformers_engine
 from agenticrun_workers.models.tokenizer import load_tokenizer

@@ -13,8 +13,8 @@ import pytest
 from agenticrun_api import Role, parse_run
 from agenticrun_workers.driver.actors import ActorStarter, torch_threads
 from agenticrun_workers.driver.pools import ActorPools
-from agenticrun_workers.driver.rank_handles import check_fit
-from agenticrun_workers.driver.start_up import until_death
+from agenticrun_workers.driver.rank_handles import RankHandles
+from agenticrun_workers.driver.run_actors import until_death
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import ActorUnavailable
 from agenticrun_workers.launch.liveness import FROZEN_POLLS, POLL_SECONDS
@@ -132,7 +132,8 @@ async def times_described(gpu: tuple[str, int] | None, *changes: Change) -> int:
     rank = RankWithGpu(gpu)
     remote: Any = Remote(rank)
     source = ModelSource.of(run.spec.model)
-    await check_fit(run, remote, ModelSources.of(source, run.spec.pipeline))
+    ranks = RankHandles(run, None, [remote], [], [])  # type: ignore[arg-type]
+    await ranks.check_fit(ModelSources.of(source, run.spec.pipeline))
     return rank.asked
 
 

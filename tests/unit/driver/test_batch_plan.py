@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
+from agenticrun_workers.driver.batch_plan import balance, plan_batch
 from agenticrun_workers.driver.step import select_groups
-from agenticrun_workers.driver.trainer_group import balance, plan_batch
 from agenticrun_workers.rollout.controller import Group
 from agenticrun_workers.trainer.batch import RankPlan, optimizer_steps_per_batch
 from rollout_fakes import result

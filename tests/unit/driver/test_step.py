@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.driver.metrics import Stopwatch
-from agenticrun_workers.driver.step import (
-    TrainingStep,
-    credit_turns,
-    kl_controller,
-    most_uncertain,
-    select_groups,
-    update_kl,
-)
+from agenticrun_workers.driver.credit import CreditAssigner, credit_turns
+from agenticrun_workers.driver.step import select_groups
 from agenticrun_workers.rollout.controller import Group
 from agenticrun_workers.rollout.groups import EpisodeResult
 from rollout_fakes import result
@@ -63,8 +56,12 @@ def test_the_most_uncertain_groups_keep_their_order() -> None:
         Group(n, "A", (result(n, 0, score=0.0), result(n, 1, score=spread)))
         for n, spread in enumerate(spreads)
     )
-    assert [group.number for group in most_uncertain(groups, 2)] == [1, 3]
-    assert [group.number for group in most_uncertain(groups, 1)] == [1]
+    half, quarter = (
+        select_groups(pipeline(algorithm={"varianceFilter": {"keep": keep}}), groups)
+        for keep in (0.5, 0.25)
+    )
+    assert [group.number for group in half] == [1, 3]
+    assert [group.number for group in quarter] == [1]
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1.0, 8), (0.5, 4), (0.4, 3), (0.25, 2), (0.01, 1)])
@@ -82,27 +79,25 @@ def test_the_controller_sees_the_mean_kl_per_response_token() -> None:
     )
     results = two_groups()
     kl = {r.key: np.full(r.turns, 0.5 * r.response_tokens / r.turns) for r in results}
-    controller, seen = update_kl(kl_controller(config, None), results, kl)
-    assert seen == pytest.approx(0.5)
-    assert controller.coef == pytest.approx(0.2 * (1 + 0.2 * len(results) / 100))
-    assert kl_controller(config, 0.7).coef == 0.7
-    assert kl_controller(pipeline(), None).coef == 0.0
+    credit = CreditAssigner(config)
+    metrics = credit.adapt_kl(results, kl)
+    assert metrics == {"critic/kl_coef": 0.2, "critic/kl": pytest.approx(0.5)}
+    assert credit.kl_coef == pytest.approx(0.2 * (1 + 0.2 * len(results) / 100))
+    assert CreditAssigner(config, 0.7).kl_coef == 0.7
+    assert CreditAssigner(pipeline()).kl_coef == 0.0
+    assert credit.adapt_kl(results, None) == {}
 
 
-async def test_running_moments_continue_from_a_checkpoint_and_are_metrics() -> None:
+def test_running_moments_continue_from_a_checkpoint_and_are_metrics() -> None:
     config = pipeline(
         algorithm={"name": "reinforce"},
         rewardNormalization={"grouping": "tag", "normMeanType": "running"},
     )
-
-    def step(moments: dict[str, list[float]]) -> TrainingStep:
-        return TrainingStep(config, None, None, Stopwatch(), moments)  # type: ignore[arg-type]
-
-    first = step({})
-    first.credit(two_groups(), None)
-    assert first.reward_moments == {"A": [4.0, 0.5, 1.0]}
-    resumed = step(json.loads(json.dumps(first.reward_moments)))
-    metrics = resumed.credit(two_groups(), None).metrics
-    assert resumed.reward_moments == {"A": [8.0, 0.5, 2.0]}
+    first = CreditAssigner(config)
+    first.assign(two_groups(), None)
+    assert first.moments == {"A": [4.0, 0.5, 1.0]}
+    resumed = CreditAssigner(config, None, json.loads(json.dumps(first.moments)))
+    metrics = resumed.assign(two_groups(), None).metrics
+    assert resumed.moments == {"A": [8.0, 0.5, 2.0]}
     assert metrics["critic/running_mean/A"] == 0.5
     assert metrics["critic/running_std/A"] == pytest.approx(math.sqrt(2 / 7))

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode, Generate
+from agenticrun_workers.driver.credit import credit_turns
 from agenticrun_workers.driver.evaluation import summarize
 from agenticrun_workers.driver.metrics import validation_metrics
-from agenticrun_workers.driver.step import credit_turns
 from agenticrun_workers.envs import FrozenLake
 from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer

@@ -21,7 +21,7 @@ from agenticrun_workers.algorithms.losses import (
     Vanilla,
     Variant,
 )
-from agenticrun_workers.driver.step import credit_spec
+from agenticrun_workers.driver.credit import credit_spec
 from agenticrun_workers.trainer.config_translation import (
     loss_spec,
     loss_temperature,

@@ -12,7 +12,7 @@ import pytest
 from agenticrun_api import Pipeline
 from agenticrun_workers.algorithms import assign_credit
 from agenticrun_workers.algorithms.losses import Ppo, policy_loss
-from agenticrun_workers.driver.step import credit_spec
+from agenticrun_workers.driver.credit import credit_spec
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.trainer.config_translation import loss_spec, token_spec
 from agenticrun_workers.trainer.own_functions import _episodes, _tokens, check_own_functions

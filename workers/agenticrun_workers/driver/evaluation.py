@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from agenticrun_api import AgenticRun, Pipeline
+from agenticrun_workers.driver.actors import ActorStarter
 from agenticrun_workers.driver.checkpoints import DriverState
 from agenticrun_workers.driver.metrics import (
     SUCCESS_OF_TAG,
@@ -20,11 +22,13 @@ from agenticrun_workers.driver.metrics import (
     success_of,
     validation_metrics,
 )
+from agenticrun_workers.driver.pools import ActorPools
 from agenticrun_workers.driver.progress import Requests
-from agenticrun_workers.driver.start_up import playing_actors
+from agenticrun_workers.driver.start_up import together
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import Launcher
 from agenticrun_workers.log_once import LogOnce
+from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.rollout.groups import (
     EpisodeResult,
     EpisodeTask,
@@ -304,6 +308,27 @@ def evaluation_run(run: AgenticRun, model: str | None) -> AgenticRun:
             )
         }
     )
+
+
+@asynccontextmanager
+async def playing_actors(run: AgenticRun, launcher: Launcher) -> AsyncIterator[ActorPools]:
+    """Start only engines and env workers: the engines load the weights of `spec.model`.
+
+    Raises:
+        InvalidConfig: names the field of the run that cannot work.
+    """
+    starter = ActorStarter(run.spec, launcher)
+    pools = ActorPools(run, starter)
+    pools.source.set_result(ModelSource.of(run.spec.model))
+    try:
+        async with together() as starts:
+            starts.create_task(pools.start_env_workers())
+            starts.create_task(pools.start_engines())
+        await pools.connect(())
+        yield pools
+    finally:
+        await pools.stop()
+        starter.kill_all()
 
 
 async def evaluate(

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from agenticrun_api import Activity
 from agenticrun_workers.driver.checkpoints import Checkpoint, DriverState
+from agenticrun_workers.driver.credit import CreditAssigner
 from agenticrun_workers.driver.guards import GuardTripped
 from agenticrun_workers.driver.metrics import Metrics
 from agenticrun_workers.driver.parts import LoopParts
@@ -64,9 +65,8 @@ class Loop:
         self._training_step = TrainingStep(
             self._pipeline,
             parts.trainers,
-            kept.get(KL_PART),
+            CreditAssigner(self._pipeline, kept.get(KL_PART), kept.get(MOMENTS_PART, {})),
             self._log.stopwatch,
-            kept.get(MOMENTS_PART, {}),
         )
         self._schedule: list[int] = kept.get(SCHEDULE_PART, self._schedule_plan())
         """The plan that the schedules of the learning rates were last made for."""
@@ -331,8 +331,8 @@ class Loop:
             self._parts.validator.best,
             self._parts.validator.baselines,
             {
-                KL_PART: self._training_step.kl_coef,
-                MOMENTS_PART: self._training_step.reward_moments,
+                KL_PART: self._training_step.credit.kl_coef,
+                MOMENTS_PART: self._training_step.credit.moments,
                 GUARDS_PART: self._log.guards.state,
                 SCHEDULE_PART: self._schedule,
             },

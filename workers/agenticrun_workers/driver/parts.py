@@ -17,8 +17,8 @@ from agenticrun_workers.driver.evaluation import Validator
 from agenticrun_workers.driver.metrics import Metrics
 from agenticrun_workers.driver.parity import ParityCheck
 from agenticrun_workers.driver.progress import ProgressReporter, Requests
+from agenticrun_workers.driver.run_actors import RunActors
 from agenticrun_workers.driver.samples import SampleWriter
-from agenticrun_workers.driver.start_up import RunActors
 from agenticrun_workers.driver.step import Trainers
 from agenticrun_workers.driver.trace import TraceSession
 from agenticrun_workers.driver.warmup import Warmup

@@ -1,4 +1,4 @@
-"""The ranks of policy, reference and critic, from their processes to loaded models."""
+"""The ranks of policy, reference and critic, from their processes to loaded models and weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from agenticrun_api import AgenticRun, Pipeline, Role
+from agenticrun_api.quantities import quantity
 from agenticrun_workers.driver.actors import ActorStarter, torch_threads
 from agenticrun_workers.errors import InvalidConfig
-from agenticrun_workers.launch import ActorHandle
-from agenticrun_workers.models.source import ModelSources
+from agenticrun_workers.launch import ActorHandle, ActorOptions
+from agenticrun_workers.models.source import ModelSource, ModelSources
 from agenticrun_workers.placement import Placement
 from agenticrun_workers.sizing.gpus import recognize
 from agenticrun_workers.sizing.plan import Kind, plan_run
 from agenticrun_workers.trainer.policy_rank import TrainerActor
 from agenticrun_workers.trainer.rank import CRITIC, REFERENCE, RankActor
 from agenticrun_workers.trainer.reference_and_critic import CriticActor, ReferenceActor
+from agenticrun_workers.weights.buckets import Bucket, MergePlan
+from agenticrun_workers.weights.node import AdapterNode, NodeWeights
+from agenticrun_workers.weights.sync import WeightSync
+from agenticrun_workers.weights.transports import NODE_CALLS
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +37,8 @@ T_co = TypeVar("T_co", covariant=True)
 class RankHandles:
     """The ranks of policy, reference and critic; the latter two only on pods of their own."""
 
+    run: AgenticRun
+    starter: ActorStarter
     trainers: list[ActorHandle[TrainerActor]]
     references: list[ActorHandle[ReferenceActor]]
     critics: list[ActorHandle[CriticActor]]
@@ -57,6 +64,8 @@ class RankHandles:
 
         world, options = spec.actors(Role.TRAINER), starter.options(Role.TRAINER)
         return RankHandles(
+            run,
+            starter,
             [
                 starter.start(options, TrainerActor, rank, world, pipeline, hosted)
                 for rank in range(world)
@@ -79,66 +88,87 @@ class RankHandles:
             for rank, actor in enumerate(actors)
         }
 
+    async def locate(self, ranks: Sequence[ActorHandle[RankActor]]) -> list[Placement]:
+        """Wait until some of the ranks run, and return where. Raises `MisplacedActor`."""
+        places = await asyncio.gather(
+            *(actor.call(lambda rank: rank.placement()) for actor in ranks)
+        )
+        return [self.starter.check(place) for place in places]
 
-async def locate(starter: ActorStarter, ranks: Sequence[ActorHandle[RankActor]]) -> list[Placement]:
-    """Wait until ranks run, and return where. Raises `MisplacedActor`."""
-    places = await asyncio.gather(*(actor.call(lambda rank: rank.placement()) for actor in ranks))
-    return [starter.check(place) for place in places]
+    async def check_fit(self, sources: ModelSources) -> None:
+        """Refuse a run that cannot fit on the GPU of its first rank, before weights are loaded.
 
+        Raises:
+            InvalidConfig: it cannot, or its engines cannot.
+        """
+        # On CPUs there is no device memory that could be too small.
+        if not self.run.spec.roles.of(Role.TRAINER).gpus:
+            return
+        found = await self.trainers[0].call(lambda rank: rank.describe(sources))
+        if found is None:
+            return
+        name, memory, shapes = found
+        plan = plan_run(self.run, shapes, recognize(name, memory))
+        log.info("plan for %s: %s", name, plan.estimate)
+        for place in plan.too_large(Kind.GPU):
+            nearest = [f"; with {c.why}: {' '.join(c.settings)}" for c in plan.changes[:1]]
+            raise InvalidConfig(place.field, place.sum + "".join(nearest))
 
-async def check_fit(
-    run: AgenticRun, trainer: ActorHandle[TrainerActor], sources: ModelSources
-) -> None:
-    """Refuse a run that cannot fit on the GPU of its first rank, before weights are loaded.
+    async def load_models(self, places: Sequence[Placement], sources: ModelSources) -> list[int]:
+        """Load policy, reference and critic at the same time.
 
-    Raises:
-        InvalidConfig: it cannot, or its engines cannot.
-    """
-    # On CPUs there is no device memory that could be too small.
-    if not run.spec.roles.of(Role.TRAINER).gpus:
-        return
-    found = await trainer.call(lambda rank: rank.describe(sources))
-    if found is None:
-        return
-    name, memory, shapes = found
-    plan = plan_run(run, shapes, recognize(name, memory))
-    log.info("plan for %s: %s", name, plan.estimate)
-    for place in plan.too_large(Kind.GPU):
-        nearest = [f"; with {c.why}: {' '.join(c.settings)}" for c in plan.changes[:1]]
-        raise InvalidConfig(place.field, place.sum + "".join(nearest))
+        Args:
+            places: of the policy's self.
 
+        Returns:
+            the share of each batch that each of the policy's ranks gets.
+        """
 
-async def load_models(
-    run: AgenticRun,
-    starter: ActorStarter,
-    ranks: RankHandles,
-    places: Sequence[Placement],
-    sources: ModelSources,
-) -> list[int]:
-    """Load policy, reference and critic at the same time.
+        async def load_scoring(
+            role: Role, actors: Sequence[ActorHandle[ReferenceActor] | ActorHandle[CriticActor]]
+        ) -> None:
+            # Without pods of its own the module is loaded by the trainers.
+            if actors:
+                place, *_ = await self.locate(actors)
+                await load_on(actors, sources, torch_threads(self.run, role, place.cores))
 
-    Args:
-        places: of the policy's ranks.
+        threads = torch_threads(self.run, Role.TRAINER, places[0].cores)
+        shares, *_ = await asyncio.gather(
+            load_on(self.trainers, sources, threads),
+            load_scoring(Role.REFERENCE, self.references),
+            load_scoring(Role.CRITIC, self.critics),
+        )
+        return shares
 
-    Returns:
-        the share of each batch that each of the policy's ranks gets.
-    """
+    def weight_sync(self, home: str, source: ModelSource) -> WeightSync:
+        """Make the weight sync from the trainers, the first of which runs on node `home`."""
+        run, starter = self.run, self.starter
+        spec, pipeline = run.spec, run.spec.pipeline
 
-    async def load_scoring(
-        role: Role, actors: Sequence[ActorHandle[ReferenceActor] | ActorHandle[CriticActor]]
-    ) -> None:
-        # Without pods of its own the module is loaded by the trainers.
-        if actors:
-            place, *_ = await locate(starter, actors)
-            await load_on(actors, sources, torch_threads(run, role, place.cores))
+        def on_node(node_id: str) -> ActorOptions:
+            return ActorOptions(node_id=node_id, max_concurrency=NODE_CALLS)
 
-    threads = torch_threads(run, Role.TRAINER, places[0].cores)
-    shares, *_ = await asyncio.gather(
-        load_on(ranks.trainers, sources, threads),
-        load_scoring(Role.REFERENCE, ranks.references),
-        load_scoring(Role.CRITIC, ranks.critics),
-    )
-    return shares
+        def spawn(node_id: str, name: str, buckets: tuple[Bucket, ...]) -> ActorHandle[NodeWeights]:
+            return starter.start(on_node(node_id), NodeWeights, name, buckets)
+
+        def spawn_merger(
+            node_id: str, name: str, buckets: tuple[Bucket, ...], plan: MergePlan
+        ) -> ActorHandle[AdapterNode]:
+            # It may use all CPUs of the pod: the engines wait for it.
+            threads = max(1, int(quantity(spec.roles.of(spec.engine_role).cpus)))
+            size = pipeline.weight_sync.bucket_bytes
+            return starter.start(
+                on_node(node_id), AdapterNode, name, buckets, plan, source, size, threads
+            )
+
+        return WeightSync(
+            pipeline.weight_sync,
+            f"{run.metadata.name}-{run.metadata.uid or 'local'}",
+            self.trainers,
+            home,
+            spawn,
+            spawn_merger if pipeline.actor_train.lora else None,
+        )
 
 
 class _LoadsModels(Protocol[T_co]):

@@ -11,7 +11,8 @@ import logging
 from collections.abc import AsyncGenerator
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.driver.trainer_group import TrainerGroup, balance
+from agenticrun_workers.driver.batch_plan import balance
+from agenticrun_workers.driver.trainer_group import TrainerGroup
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.log_once import LogOnce
 from agenticrun_workers.rollout.controller import Discard

@@ -7,7 +7,7 @@ slow, not dead. So the rule is:
 - **Polls alone have a deadline.** The owner of an actor polls it: `ActorHandle.poll` calls a method
   that returns within `POLL_SECONDS`, whatever else the actor does. After `FROZEN_POLLS` without an
   answer the actor is killed. Its death fails all calls to it, wherever they are awaited.
-- **Who polls whom.** `EnvPool` its env workers, `EnginePool` its engines, `driver.start_up` the
+- **Who polls whom.** `EnvPool` its env workers, `EnginePool` its engines, `RunActors` the
   stores, `FileSync` the nodes that a sync uses. Env workers and engines are replaced. A node fails
   its receivers. A store ends the attempt.
 - **An engine's server** is polled by its `EngineActor`, with a longer limit (`STEP_SECONDS` of
