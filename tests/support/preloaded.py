@@ -33,6 +33,7 @@ MODULES = (
     "agenticrun_workers.rollout.env_worker",
     "agenticrun_workers.trainer.policy_rank",
     "agenticrun_workers.trainer.reference_and_critic",
+    "agenticrun_workers.trainer.rank_models",
     "agenticrun_workers.trainer.strategies",
     "agenticrun_workers.trainer.fsdp2",
     "agenticrun_workers.trainer.megatron.strategy",
