@@ -1,4 +1,4 @@
-"""What `agenticrun run` prints besides its progress: before the run, and after it."""
+"""The lines that `agenticrun run` prints before a run and after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a batch is split over mini-batches and ranks."""
+"""The split of a batch over mini-batches and ranks."""
 
 from __future__ import annotations
 

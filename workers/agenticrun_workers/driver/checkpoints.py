@@ -101,7 +101,7 @@ class DriverState:
 
     @property
     def position(self) -> RolloutPosition:
-        """Where rollout continues."""
+        """The position at which rollout continues."""
         requeued = tuple(self.parts.get(REQUEUED, ()))  # absent before 0.2
         return RolloutPosition(self.next_group, self.again, requeued)
 

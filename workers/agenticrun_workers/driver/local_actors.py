@@ -166,7 +166,7 @@ def check_gpus(
 
     Args:
         pods: roles of the pods that are needed.
-        available: number of GPUs of this machine; default: those that the running Ray has found.
+        available: number of GPUs of this machine; default: the GPUs that Ray has found.
         found_by: subject and verb of the sentence that ends with this number.
     """
     roles = run.spec.roles

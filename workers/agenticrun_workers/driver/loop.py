@@ -301,7 +301,7 @@ class Loop:
         with self._log.stopwatch.phase("train"):
             # After the last optimizer step, which reads the trajectories from the stores.
             await self._parts.actors.discard(batch.results)
-        # A filter that drops groups counts them with those that rollout has dropped.
+        # Groups that the variance filter drops count with the groups that rollout has dropped.
         return {**learned, "group/filtered": float(len(batch.groups) - len(groups))}
 
     async def _save_if_due(self) -> None:

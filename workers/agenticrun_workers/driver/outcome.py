@@ -1,4 +1,4 @@
-"""How an attempt ends: from an exception, or from the last step, to the outcome of the run."""
+"""The end of an attempt: an exception, or the last step, becomes the outcome of the run."""
 
 from __future__ import annotations
 
