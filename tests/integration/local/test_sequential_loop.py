@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agenticrun_api import AgenticRun
 from agenticrun_workers.agents import Episode
-from agenticrun_workers.driver.credit import credit_turns
+from agenticrun_workers.driver.credit import CreditAssigner
 from agenticrun_workers.driver.export import export_checkpoint, first_model
 from agenticrun_workers.envs import StepResult, make_env
 from agenticrun_workers.inference.builder import transformers_engine
@@ -124,7 +124,9 @@ async def train_one_after_the_other(
         )
         batch.old_logprobs = trainer.compute_log_probs(batch.samples)
         batch.compute_advantages(
-            token_spec(pipeline), credit_turns(pipeline, results, None, 0.0), trainer.sum_over_data
+            token_spec(pipeline),
+            CreditAssigner(pipeline).assign(results, None),
+            trainer.sum_over_data,
         )
         for samples in batch.mini_batch_samples():
             trainer.train_step(samples, loss_spec(pipeline))

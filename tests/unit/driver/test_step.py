@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.driver.credit import CreditAssigner, credit_turns
+from agenticrun_workers.driver.credit import CreditAssigner
 from agenticrun_workers.driver.step import select_groups
 from agenticrun_workers.rollout.controller import Group
 from agenticrun_workers.rollout.groups import EpisodeResult
@@ -33,7 +33,7 @@ def two_groups() -> list[EpisodeResult]:
 
 
 def test_group_estimators_give_each_turn_the_advantage_of_its_trajectory() -> None:
-    credits = credit_turns(pipeline(algorithm={"name": "rloo"}), two_groups(), None, 0.0)
+    credits = CreditAssigner(pipeline(algorithm={"name": "rloo"})).assign(two_groups(), None)
     assert credits.kind == "advantage"
     assert {key: per_turn.tolist() for key, per_turn in credits.per_turn.items()} == {
         r.key: pytest.approx([2.0 * r.key.member - 1.0] * r.turns) for r in two_groups()
@@ -42,8 +42,8 @@ def test_group_estimators_give_each_turn_the_advantage_of_its_trajectory() -> No
 
 
 def test_reinforce_puts_the_score_where_the_trajectory_ends() -> None:
-    credits = credit_turns(
-        pipeline(algorithm={"name": "reinforce"}), [result(0, score=8.0)], None, 0.0
+    credits = CreditAssigner(pipeline(algorithm={"name": "reinforce"})).assign(
+        [result(0, score=8.0)], None
     )
     assert credits.kind == "reward"
     (per_turn,) = credits.per_turn.values()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.agents import ChatFormat, Episode, Generate
-from agenticrun_workers.driver.credit import credit_turns
+from agenticrun_workers.driver.credit import CreditAssigner
 from agenticrun_workers.driver.evaluation import summarize
 from agenticrun_workers.driver.metrics import validation_metrics
 from agenticrun_workers.envs import FrozenLake
@@ -121,7 +121,7 @@ def advantages(name: str, scores_N: np.ndarray) -> np.ndarray:
 def test_the_baseline_of_a_group_is_over_all_of_its_trajectories(name: str, scores: Scores) -> None:
     group, _ = played(scores)
     assert group.scores == [score for member in scores for score in member]
-    credits = credit_turns(pipeline(name), list(group.results), None, 0.0)
+    credits = CreditAssigner(pipeline(name)).assign(list(group.results), None)
     expected = advantages(name, np.array(group.scores))
     keys = [
         EpisodeKey(Stream.TRAIN, 7, m, b)

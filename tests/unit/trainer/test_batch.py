@@ -9,7 +9,7 @@ import pytest
 
 from agenticrun_workers.algorithms import CorrectionSpec, TokenSpec, WeightSpec
 from agenticrun_workers.driver.metrics import gap_metrics
-from agenticrun_workers.trainer.batch import RankBatch, TurnCredits, sum_gaps
+from agenticrun_workers.trainer.batch import RankBatch, ScoredBatch, TurnCredits
 from agenticrun_workers.trainer.samples import Sample, Values
 from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
 
@@ -161,7 +161,8 @@ def test_the_gap_of_each_engine_counts_tokens_that_it_sampled_with_the_weights_o
     now = batch.logprob_gaps(version=1)
     assert now == {"engine-0": pytest.approx((0.25, 1.0)), "engine-1": pytest.approx((0.5, 2.0))}
     assert batch.logprob_gaps(version=2) == {"engine-0": (0.0, 0.0), "engine-1": (0.0, 0.0)}
-    summed = sum_gaps([batch.logprob_gaps(version=1), {"engine-1": (1.0, 2.0)}])
+    parts = [batch.logprob_gaps(version=1), {"engine-1": (1.0, 2.0)}]
+    summed = ScoredBatch.merge([ScoredBatch(None, gaps) for gaps in parts]).gaps
     assert gap_metrics(summed) == {
         "engine/engine-0/logprob_gap": pytest.approx(0.25),
         "engine/engine-1/logprob_gap": pytest.approx(0.375),

@@ -6,6 +6,7 @@ Segments may be empty. No function here loops over segments or values in Python.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,16 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
+
+
+def offsets(lengths_N: Sequence[int]) -> Integers:
+    """Return `cu` of segments of these lengths, [N + 1]."""
+    return np.concatenate([[0], np.cumsum(lengths_N, dtype=np.int64)]).astype(np.int64)
+
+
+def joined(segments: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    """Return the flat array of any number of segments, [L]."""
+    return np.concatenate([np.zeros(0, dtype), *segments]).astype(dtype, copy=False)
 
 
 def owners(cu_N1: Integers) -> Integers:

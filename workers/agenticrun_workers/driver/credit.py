@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -18,7 +17,7 @@ from agenticrun_workers.algorithms.credit import (
 )
 from agenticrun_workers.algorithms.kl import KlController, mean_kl
 from agenticrun_workers.algorithms.normalization import Moments
-from agenticrun_workers.algorithms.segments import Floats
+from agenticrun_workers.algorithms.segments import Floats, joined, offsets
 from agenticrun_workers.driver.metrics import Metrics
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.trainer.batch import TurnCredits
@@ -78,10 +77,19 @@ class CreditAssigner:
     def assign(
         self, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None
     ) -> TurnCredits:
-        """Return the credit of each turn, and keep the moments of the scores."""
-        credits = credit_turns(self._pipeline, results, kl, self._kl.coef, self._running)
+        """Return the credit of each turn, and keep the moments of the scores.
+
+        Args:
+            kl: summed token KL of each turn; None where the reward has no KL penalty.
+        """
+        episodes = episodes_of(self._pipeline, results, kl)
+        credit: Credit = assign_credit(
+            credit_spec(self._pipeline), episodes, self._kl.coef, self._running
+        )
         # A copy, because it goes into checkpoints.
-        self._running = dict(credits.running)
+        self._running = dict(credit.running)
+        parts = np.split(credit.per_turn_K, episodes.cu_turns_N1[1:-1]) if results else []
+        keys = [result.key for result in results]
         metrics: Metrics = {}
         for tag, moments in self.moments.items():
             found = Moments(*moments)
@@ -90,7 +98,13 @@ class CreditAssigner:
                 if tag
                 else {"critic/running_mean": found.mean, "critic/running_std": found.std}
             )
-        return replace(credits, metrics={**credits.metrics, **metrics})
+        return TurnCredits(
+            kind=credit.kind,
+            per_turn=dict(zip(keys, parts, strict=True)),
+            trains=dict(zip(keys, credit.trains_N.tolist(), strict=True)),
+            kl_coef=self._kl.coef,
+            metrics={**credit.metrics, **metrics},
+        )
 
     def adapt_kl(
         self, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None
@@ -100,39 +114,11 @@ class CreditAssigner:
             return {}
         lengths_K = np.concatenate([result.response_tokens_K for result in results])
         kl_K = np.concatenate([kl[result.key] for result in results])
-        seen = mean_kl(kl_K, lengths_K.astype(np.int64), _offsets(results))
+        seen = mean_kl(
+            kl_K, lengths_K.astype(np.int64), offsets([result.turns for result in results])
+        )
         used, self._kl = self._kl.coef, self._kl.updated(seen, len(results))
         return {"critic/kl_coef": used, "critic/kl": seen}
-
-
-def credit_turns(
-    pipeline: Pipeline,
-    results: list[EpisodeResult],
-    kl: Mapping[EpisodeKey, Floats] | None,
-    kl_coef: float,
-    running: Mapping[int, Moments] | None = None,
-) -> TurnCredits:
-    """Return the credit of each turn of these trajectories.
-
-    Args:
-        kl: summed token KL of each turn; None where the reward has no KL penalty.
-        kl_coef: coefficient of that penalty.
-        running: `Credit.running` of the batch before.
-    """
-    episodes = episodes_of(pipeline, results, kl)
-    credit: Credit = assign_credit(credit_spec(pipeline), episodes, kl_coef, running)
-    parts = np.split(credit.per_turn_K, episodes.cu_turns_N1[1:-1]) if results else []
-    return TurnCredits(
-        kind=credit.kind,
-        per_turn={result.key: part for result, part in zip(results, parts, strict=True)},
-        trains={
-            result.key: bool(trains)
-            for result, trains in zip(results, credit.trains_N, strict=True)
-        },
-        kl_coef=kl_coef,
-        metrics=credit.metrics,
-        running=credit.running,
-    )
 
 
 def episodes_of(
@@ -142,10 +128,10 @@ def episodes_of(
     tags = {env.tag: code for code, env in enumerate(pipeline.envs)}
     penalties = {env.tag: env.format_penalty for env in pipeline.envs}
     return Episodes(
-        cu_turns_N1=_offsets(results),
-        rewards_K=_joined([result.rewards_K for result in results], np.float64),
-        invalid_K=~_joined([result.valid_K for result in results], np.bool_),
-        response_tokens_K=_joined([result.response_tokens_K for result in results], np.int64),
+        cu_turns_N1=offsets([result.turns for result in results]),
+        rewards_K=joined([result.rewards_K for result in results], np.float64),
+        invalid_K=~joined([result.valid_K for result in results], np.bool_),
+        response_tokens_K=joined([result.response_tokens_K for result in results], np.int64),
         groups_N=np.array([result.key.group for result in results], np.int64),
         tags_N=np.array([tags[result.tag] for result in results], np.int64),
         format_penalty_N=np.array([penalties[result.tag] for result in results], np.float64),
@@ -154,7 +140,7 @@ def episodes_of(
         states_K=np.frombuffer(b"".join(result.states_K for result in results), np.uint8).reshape(
             -1, STATE_BYTES
         ),
-        kl_K=None if kl is None else _joined([kl[result.key] for result in results], np.float64),
+        kl_K=None if kl is None else joined([kl[result.key] for result in results], np.float64),
     )
 
 
@@ -184,13 +170,3 @@ def credit_spec(pipeline: Pipeline) -> CreditSpec:
         step_reward_weight=algorithm.step_reward_weight,
         function=None if algorithm.name in ESTIMATORS else own_estimator(algorithm),
     )
-
-
-def _offsets(results: list[EpisodeResult]) -> np.ndarray:
-    return np.concatenate(
-        [[0], np.cumsum([result.turns for result in results], dtype=np.int64)]
-    ).astype(np.int64)
-
-
-def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)

@@ -23,7 +23,7 @@ from agenticrun_workers.driver.progress import AttemptId, Requests
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.launch import Launcher
 from agenticrun_workers.reporting.client import ProgressSink
-from agenticrun_workers.reporting.display import LiveDisplay, PlainDisplay
+from agenticrun_workers.reporting.display import display_of
 from agenticrun_workers.reporting.run_folder import CHECKPOINT, RecordedProgress, RunFolder
 
 START_TRACE = "start"
@@ -71,10 +71,7 @@ def run_locally(
     if trace_steps:
         folder.ask_for_trace(START_TRACE, trace_steps)
     # A debugger needs the terminal for itself.
-    owns_terminal = console.is_terminal and not in_process
-    display: LiveDisplay | PlainDisplay = (
-        LiveDisplay(console, run) if owns_terminal else PlainDisplay(console)
-    )
+    display = display_of(run, console, live=console.is_terminal and not in_process)
     logs = output / "engines"
     actors = threads_of_this_process(logs) if in_process else embedded_ray(run, logs)
     with _log_file(output / "run.log"), actors as launcher:

@@ -178,6 +178,11 @@ class LiveDisplay(ProgressSink):
         return draw(view)
 
 
+def display_of(run: AgenticRun, console: Console, *, live: bool) -> LiveDisplay | PlainDisplay:
+    """Return a panel that is updated in place, or without `live` lines."""
+    return LiveDisplay(console, run) if live else PlainDisplay(console)
+
+
 @dataclass(frozen=True)
 class RunView:
     """The view of a run at one moment."""

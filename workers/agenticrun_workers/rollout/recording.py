@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_api import Pipeline
+from agenticrun_workers.algorithms.segments import joined
 from agenticrun_workers.errors import InvalidConfig, RolloutFailed
 from agenticrun_workers.rollout.controller import (
     Batch,
@@ -137,10 +138,10 @@ def encode(recorded: RecordedStep) -> bytes:
         rewards_K=np.array([turn.reward for turn in turns], np.float64),
         valid_K=np.array([turn.valid for turn in turns], np.bool_),
         states_K=np.frombuffer(b"".join(turn.state for turn in turns), np.uint8),
-        prompts_P=_joined([turn.prompt_T for turn in turns], np.int32),
-        responses_R=_joined([turn.response_T for turn in turns], np.int32),
-        logprobs_R=_joined([turn.logprobs_T for turn in turns], np.float32),
-        versions_R=_joined([turn.versions_T for turn in turns], np.int32),
+        prompts_P=joined([turn.prompt_T for turn in turns], np.int32),
+        responses_R=joined([turn.response_T for turn in turns], np.int32),
+        logprobs_R=joined([turn.logprobs_T for turn in turns], np.float32),
+        versions_R=joined([turn.versions_T for turn in turns], np.int32),
     )
     return buffer.getvalue()
 
@@ -217,10 +218,6 @@ def _turns(
             action=actions_K[k],
             engine=engines_K[k],
         )
-
-
-def _joined(parts: list[Any], dtype: type[np.generic]) -> NDArray[Any]:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
 
 
 RECORD_FIELD, REPLAY_FIELD = "spec.pipeline.record.to", "spec.pipeline.record.replay"

@@ -23,17 +23,16 @@ from numpy.typing import NDArray
 from agenticrun_api import Pipeline
 from agenticrun_workers.algorithms.credit import Kind
 from agenticrun_workers.algorithms.kl import KlKind
-from agenticrun_workers.algorithms.normalization import Moments, Reduce
-from agenticrun_workers.algorithms.segments import Floats
+from agenticrun_workers.algorithms.normalization import Reduce
+from agenticrun_workers.algorithms.segments import Floats, joined, offsets
 from agenticrun_workers.algorithms.token_advantages import (
-    TokenAdvantages,
     Tokens,
     TokenSpec,
     token_advantages,
     turn_kl,
 )
 from agenticrun_workers.trainer.samples import Sample, Values, policy_samples
-from agenticrun_workers.types import EpisodeKey, FloatArray, IntArray, Scalar, Trajectory
+from agenticrun_workers.types import EpisodeKey, FloatArray, Scalar, Trajectory
 
 LogprobGaps = Mapping[str, tuple[float, float]]
 """By engine: sum of |trainer's - engine's log-prob| on the same weights, and number of tokens."""
@@ -72,9 +71,14 @@ class ScoredBatch:
     def merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
         """Combine the shares of all ranks."""
         kls = [part.kl for part in parts if part.kl is not None]
+        engines = sorted({engine for part in parts for engine in part.gaps})
+        found = {e: [part.gaps[e] for part in parts if e in part.gaps] for e in engines}
+        gaps = {
+            engine: (sum(gap for gap, _ in each), sum(tokens for _, tokens in each))
+            for engine, each in found.items()
+        }
         return ScoredBatch(
-            {key: values for kl in kls for key, values in kl.items()} if kls else None,
-            sum_gaps([part.gaps for part in parts]),
+            {key: values for kl in kls for key, values in kl.items()} if kls else None, gaps
         )
 
 
@@ -89,8 +93,6 @@ class TurnCredits:
     """True if the trajectory's tokens are in the loss."""
     kl_coef: float
     metrics: Mapping[str, float]
-    running: Mapping[int, Moments] = field(default_factory=dict)
-    """`Credit.running`."""
 
 
 ValueTargets = dict[EpisodeKey, list[tuple[FloatArray | None, FloatArray]]]
@@ -108,16 +110,6 @@ def optimizer_steps_per_batch(pipeline: Pipeline) -> int:
         groups = variance_filter.kept(groups)
     size = pipeline.actor_train.training.mini_batch_size or pipeline.rollout_batch_size
     return math.ceil(groups / (size // group_size)) * pipeline.algorithm.ppo_epochs
-
-
-def sum_gaps(parts: Sequence[LogprobGaps]) -> dict[str, tuple[float, float]]:
-    """Add up the gaps that ranks measured, engine by engine."""
-    engines = sorted({engine for part in parts for engine in part})
-    found = {engine: [part[engine] for part in parts if engine in part] for engine in engines}
-    return {
-        engine: (sum(total for total, _ in gaps), sum(tokens for _, tokens in gaps))
-        for engine, gaps in found.items()
-    }
 
 
 @dataclass
@@ -166,9 +158,9 @@ class RankBatch:
                 last = sequences[-1]
                 if trajectory.stepwise:
                     ending_inputs[last] = len(inputs)
-                    inputs.append(_prompt_sample(ending_T))
+                    inputs.append(Sample.of_text(ending_T))
                 else:
-                    inputs[last] = _with_ending(inputs[last], ending_T)
+                    inputs[last] = inputs[last].with_ending(ending_T)
         found = critic(inputs)
         self.values = [
             Values(
@@ -226,7 +218,7 @@ class RankBatch:
         assert self.old_logprobs is not None
         ends = np.cumsum([trajectory.num_tokens for trajectory in self.trajectories])[:-1]
         for trajectory, old_T in zip(
-            self.trajectories, np.split(_joined(self.old_logprobs, np.float32), ends), strict=True
+            self.trajectories, np.split(joined(self.old_logprobs, np.float32), ends), strict=True
         ):
             same_T = (trajectory.turns_T >= 0) & (trajectory.versions_T == version)
             turns, gap = trajectory.turns_T[same_T], np.abs(old_T - trajectory.logprobs_T)[same_T]
@@ -255,9 +247,30 @@ class RankBatch:
         """
         keys = [trajectory.key for trajectory in self.trajectories]
         tokens = self._tokens(np.array([credits.trains[key] for key in keys], np.bool_))
-        per_turn_K = _joined([credits.per_turn[key] for key in keys], np.float64)
+        per_turn_K = joined([credits.per_turn[key] for key in keys], np.float64)
         result = token_advantages(spec, tokens, per_turn_K, credits.kind, credits.kl_coef, reduce)
-        self.samples = self._filled(result)
+        ends = np.cumsum([len(sample.tokens_T) for sample in self.samples])[:-1]
+
+        def split(array_L: NDArray[Scalar] | None) -> Sequence[NDArray[Scalar] | None]:
+            return [None] * len(self.samples) if array_L is None else np.split(array_L, ends)
+
+        advantages = np.split(result.advantages_L, ends)
+        weights = np.split(result.mask_L.astype(np.float32), ends)
+        returns, is_weights = split(result.returns_L), split(result.weights_L)
+        old, ref, values = self.old_logprobs, self.ref_logprobs, self.values
+        self.samples = [
+            replace(
+                sample,
+                advantages_T=advantages[number],
+                weight_T=weights[number],
+                returns_T=returns[number],
+                is_weights_T=is_weights[number],
+                old_logprobs_T=None if old is None else old[number],
+                ref_logprobs_T=None if ref is None else ref[number],
+                old_values_T=None if values is None else values[number].values_T,
+            )
+            for number, sample in enumerate(self.samples)
+        ]
         return result.metrics
 
     def value_targets(self) -> ValueTargets:
@@ -307,41 +320,6 @@ class RankBatch:
         ends = np.cumsum([len(sample.tokens_T) for sample in self.samples])[:-1]
         return np.split(np.concatenate(arrays), ends)
 
-    def _filled(self, result: TokenAdvantages) -> list[Sample]:
-        ends = np.cumsum([len(sample.tokens_T) for sample in self.samples])[:-1]
-
-        advantages = np.split(result.advantages_L, ends)
-        weights = np.split(result.mask_L.astype(np.float32), ends)
-        returns = (
-            [None] * len(self.samples)
-            if result.returns_L is None
-            else np.split(result.returns_L, ends)
-        )
-        is_weights = (
-            [None] * len(self.samples)
-            if result.weights_L is None
-            else np.split(result.weights_L, ends)
-        )
-        filled = []
-        for sequence, sample in enumerate(self.samples):
-            filled.append(
-                replace(
-                    sample,
-                    advantages_T=advantages[sequence],
-                    weight_T=weights[sequence],
-                    returns_T=returns[sequence],
-                    is_weights_T=is_weights[sequence],
-                    old_logprobs_T=None
-                    if self.old_logprobs is None
-                    else self.old_logprobs[sequence],
-                    ref_logprobs_T=None
-                    if self.ref_logprobs is None
-                    else self.ref_logprobs[sequence],
-                    old_values_T=None if self.values is None else self.values[sequence].values_T,
-                )
-            )
-        return filled
-
     def _tokens(self, trains_N: np.ndarray) -> Tokens:
         lengths_S = [len(sample.tokens_T) for sample in self.samples]
         lengths_N = [trajectory.num_tokens for trajectory in self.trajectories]
@@ -353,20 +331,20 @@ class RankBatch:
             for t, first in zip(self.trajectories, first_turns, strict=True)
         ]
         return Tokens(
-            cu_seqlens_S1=_offsets(lengths_S),
-            cu_trajectories_N1=_offsets(lengths_N),
-            turns_L=_joined(turns, np.int32),
+            cu_seqlens_S1=offsets(lengths_S),
+            cu_trajectories_N1=offsets(lengths_N),
+            turns_L=joined(turns, np.int32),
             trains_N=trains_N,
-            engine_logprobs_L=_joined([t.logprobs_T for t in self.trajectories], np.float32),
+            engine_logprobs_L=joined([t.logprobs_T for t in self.trajectories], np.float32),
             old_logprobs_L=None
             if self.old_logprobs is None
-            else _joined(self.old_logprobs, np.float32),
+            else joined(self.old_logprobs, np.float32),
             ref_logprobs_L=None
             if self.ref_logprobs is None
-            else _joined(self.ref_logprobs, np.float32),
+            else joined(self.ref_logprobs, np.float32),
             values_L=None
             if self.values is None
-            else _joined([v.values_T for v in self.values], np.float32),
+            else joined([v.values_T for v in self.values], np.float32),
             bootstrap_N=self._bootstraps(self.values)
             if self.bootstrap and self.values is not None
             else None,
@@ -383,27 +361,3 @@ class RankBatch:
             ],
             np.float64,
         )
-
-
-def _with_ending(sample: Sample, ending_T: IntArray) -> Sample:
-    """Append text to a sample: only the value at its end is read."""
-    nothing_T = np.zeros(len(ending_T), np.float32)
-    return Sample(
-        tokens_T=np.concatenate([sample.tokens_T, ending_T]),
-        weight_T=np.concatenate([sample.weight_T, nothing_T]),
-        advantages_T=np.concatenate([sample.advantages_T, nothing_T]),
-        turns_T=np.concatenate([sample.turns_T, np.full(len(ending_T), -1, np.int32)]),
-    )
-
-
-def _prompt_sample(prompt_T: IntArray) -> Sample:
-    nothing_T = np.zeros(len(prompt_T), np.float32)
-    return Sample(prompt_T, nothing_T, nothing_T, np.full(len(prompt_T), -1, np.int32))
-
-
-def _offsets(lengths: Sequence[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-
-
-def _joined(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)

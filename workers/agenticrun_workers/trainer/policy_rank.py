@@ -70,9 +70,9 @@ class TrainerActor(PolicyExportMixin, ReferenceUpdateMixin):
     def describe(self, sources: ModelSources) -> Description | None:
         """Return this rank's GPU and the models of the run; None without a GPU."""
         with quick_imports():
-            from agenticrun_workers.trainer.rank_models import describe
+            from agenticrun_workers.trainer.rank_models import RankModels
 
-        return describe(self._claim_device(), sources)
+        return RankModels.describe(self._claim_device(), sources)
 
     def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> int:
         """Join the other ranks and load the models.

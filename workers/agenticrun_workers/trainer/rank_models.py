@@ -80,18 +80,18 @@ class RankModels:
             recomputes_old=needs_old_logprobs(pipeline),
         )
 
-
-def describe(device: torch.device, sources: ModelSources) -> Description | None:
-    """Return the GPU and the shapes of the models; None for models that `load` refuses."""
-    if device.type != "cuda":
-        return None
-    gpu = torch.cuda.get_device_properties(device)
-    try:
-        shapes = {
-            Role.TRAINER: source_shape(sources.policy),
-            Role.REFERENCE: source_shape(sources.reference),
-            Role.CRITIC: source_shape(sources.critic),
-        }
-    except ModelLoadError:
-        return None
-    return gpu.name, gpu.total_memory, shapes
+    @staticmethod
+    def describe(device: torch.device, sources: ModelSources) -> Description | None:
+        """Return the GPU and the shapes of the models; None for models that `load` refuses."""
+        if device.type != "cuda":
+            return None
+        gpu = torch.cuda.get_device_properties(device)
+        try:
+            shapes = {
+                Role.TRAINER: source_shape(sources.policy),
+                Role.REFERENCE: source_shape(sources.reference),
+                Role.CRITIC: source_shape(sources.critic),
+            }
+        except ModelLoadError:
+            return None
+        return gpu.name, gpu.total_memory, shapes

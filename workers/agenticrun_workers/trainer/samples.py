@@ -44,6 +44,22 @@ class Sample:
     score: float = 0.0
     """Score of the whole trajectory; TOPR reads its sign."""
 
+    @staticmethod
+    def of_text(tokens_T: IntArray) -> Sample:
+        """Return a sample of text that no policy sampled: only the value at its end is read."""
+        nothing_T = np.zeros(len(tokens_T), np.float32)
+        return Sample(tokens_T, nothing_T, nothing_T, np.full(len(tokens_T), -1, np.int32))
+
+    def with_ending(self, ending_T: IntArray) -> Sample:
+        """Append text: only the value at its end is read."""
+        ending = Sample.of_text(ending_T)
+        return Sample(
+            tokens_T=np.concatenate([self.tokens_T, ending.tokens_T]),
+            weight_T=np.concatenate([self.weight_T, ending.weight_T]),
+            advantages_T=np.concatenate([self.advantages_T, ending.advantages_T]),
+            turns_T=np.concatenate([self.turns_T, ending.turns_T]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Values:
