@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import cached_property
 
 from agenticrun_api import AgenticRun, Progress, Reason, Role
+from agenticrun_api.status import JobStatus
 from agenticrun_operator import errors, resources
 from agenticrun_operator.resources import Child, Manifest, workloads
 
@@ -118,6 +119,11 @@ class Pod:
     def deleting(self) -> bool:
         """True if the pod is being deleted."""
         return self.gone_by is not None
+
+    def was_given(self, job: JobStatus) -> bool:
+        """Return True if the attempt was submitted to this pod, whichever start of it."""
+        incarnation = Incarnation.parse(job.incarnation)
+        return incarnation is not None and incarnation.pod_uid == self.uid
 
 
 @dataclass(frozen=True)
@@ -272,6 +278,14 @@ class Observed:
     def child(self, kind: str, name: str) -> Manifest | None:
         """Return a child that was read and exists, else None."""
         return self.children.get(Child(kind, name))
+
+    def own_progress(self, run: AgenticRun) -> Progress | None:
+        """Return the progress snapshot if it is from the run's newest attempt, else None."""
+        job, seen = run.status.job, self.progress
+        if not isinstance(seen, Progress) or job is None:
+            return None
+        mine = (run.metadata.uid, job.submission_id, job.attempt)
+        return seen if (seen.run_uid, seen.submission_id, seen.attempt) == mine else None
 
     def own_cluster(self, run: AgenticRun) -> Manifest | None:
         """Return the RayCluster, if it exists and is this run's own."""

@@ -31,7 +31,6 @@ from agenticrun_operator.metrics import CONFLICTS, SLOTS_USED, UNREADABLE_RUNS
 from agenticrun_operator.observed import DeletionTrouble, JobTrouble, Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import times
-from agenticrun_operator.planning.snapshot import own_progress
 from agenticrun_operator.resources import Manifest, OperatorKey, WorkerImages
 from agenticrun_operator.run_metrics import EndedRun, RunState, Totals
 from agenticrun_operator.slow_writes import SlowWrites
@@ -658,7 +657,7 @@ def _newest_progress(cached: RunCache, observed: Observed) -> Progress | None:
     phase = cached.run.status.phase
     if phase.finished or phase in (Phase.SUSPENDED, Phase.QUEUED):
         return None
-    seen = own_progress(cached.run, observed.progress)
+    seen = observed.own_progress(cached.run)
     starts = seen is None or seen.activity is Activity.STARTING or seen.max_steps == 0
     return cached.progress if starts else seen
 

@@ -1,6 +1,6 @@
 """All decisions of the operator, as pure functions: no I/O, no clock, no client."""
 
-from agenticrun_operator.planning.plan import plan, plan_unreadable
+from agenticrun_operator.planning.plan import plan
 from agenticrun_operator.planning.result import (
     Configure,
     Delete,
@@ -10,6 +10,7 @@ from agenticrun_operator.planning.result import (
     Stop,
     Submit,
 )
+from agenticrun_operator.planning.unreadable import plan_unreadable
 
 __all__ = [
     "Configure",

@@ -30,9 +30,11 @@ from agenticrun_api import (
 from agenticrun_api.names import submission_id
 from agenticrun_api.roles import SAVES
 from agenticrun_api.status import JobStatus, ObstacleStatus, RayClusterStatus
+from agenticrun_api.version import __version__, is_supported
 from agenticrun_operator import resources
 from agenticrun_operator.observed import Job, NoJob, Pod, Problem, Unreachable
-from agenticrun_operator.planning import children, pods, situation, times
+from agenticrun_operator.planning import children, pods, times
+from agenticrun_operator.planning.disruption import head_replaced
 from agenticrun_operator.planning.result import (
     MAX_TEXT,
     Configure,
@@ -47,7 +49,7 @@ from agenticrun_operator.planning.result import (
     text,
     warning,
 )
-from agenticrun_operator.planning.situation import State
+from agenticrun_operator.planning.state import SILENT_SECONDS, State
 
 MAX_BACKOFF_SECONDS = 600.0
 MANY_DISRUPTIONS = 3
@@ -106,7 +108,7 @@ def follow(state: State) -> Verdict:
     final = state.job.report
     if final and (final.outcome is Outcome.SUCCEEDED or not final.retryable):
         return _end_for_good(state, final)
-    if situation.head_replaced(state):
+    if head_replaced(state):
         waits = final is None and state.head is not None and state.head.incarnation
         if waits and _waits_for_report(state):
             return Continues(_report_awaited(state))
@@ -171,7 +173,7 @@ def lost_head(state: State, job: JobStatus) -> str:
     observation, because the clocks of nodes differ.
     """
     head = state.head
-    if head is None or head.ready or not situation.is_pod_of(head, job):
+    if head is None or head.ready or not head.was_given(job):
         return ""
     seen = (state.observed.job, state.observed.progress)
     if not all(isinstance(item, Unreachable) and not item.tokens for item in seen):
@@ -348,12 +350,12 @@ def _report_training(state: State) -> Verdict:
     if tokens := token_trouble(state):
         return Continues(result | tokens)
     said, stall = None, ""
-    if progress and situation.is_silent(progress):
+    if progress and state.is_silent:
         said = Said(
             "Unknown",
             Reason.DRIVER_SILENT,
             "the driver has sent nothing for more than "
-            f"{times.format_span(situation.SILENT_SECONDS)}: it is frozen or very busy, or dead "
+            f"{times.format_span(SILENT_SECONDS)}: it is frozen or very busy, or dead "
             "together with Ray's dashboard",
         )
         stall = _stall_of(state, progress)
@@ -568,6 +570,24 @@ def _is_in_the_way(state: State, pod: Pod) -> bool:
 def _waits(message: str) -> Result:
     said = Said("False", Reason.CLUSTER_LOST, message)
     return Result(conditions={ConditionType.TRAINING: said}, look_after=POLL_SECONDS)
+
+
+def report_version(state: State) -> Result:
+    """Report if this operator supports the version of the worker image.
+
+    Another version may still train well, so it is only reported.
+    """
+    job = state.status.job
+    version = job.version if job else None
+    if version is None or is_supported(version):
+        said = Said("True", Reason.SPEC_READ, optional=True)
+        return Result(conditions={ConditionType.ACCEPTED: said})
+    message = (
+        f"the worker image has AgenticRun {version}, which operator {__version__} does not "
+        "support: they may be one minor version apart"
+    )
+    said = Said("Unknown", Reason.VERSION_SKEW, message, event="Warning")
+    return Result(conditions={ConditionType.ACCEPTED: said})
 
 
 # -- restart ---------------------------------------------------------------------------------------

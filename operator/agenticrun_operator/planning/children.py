@@ -6,11 +6,11 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from agenticrun_api import AgenticRun, ConditionType, Phase, PoolStatus, Reason, Role, names
-from agenticrun_api.status import ObstacleStatus
+from agenticrun_api import AgenticRun, ConditionType, Phase, Reason, Role, names
+from agenticrun_api.status import ObstacleStatus, RayClusterStatus
 from agenticrun_operator import errors, resources
 from agenticrun_operator.observed import Edit
-from agenticrun_operator.planning import situation, times
+from agenticrun_operator.planning import times
 from agenticrun_operator.planning.pods import is_stuck
 from agenticrun_operator.planning.result import (
     Delete,
@@ -21,7 +21,7 @@ from agenticrun_operator.planning.result import (
     text,
     warning,
 )
-from agenticrun_operator.planning.situation import Rescaling, State
+from agenticrun_operator.planning.state import State
 from agenticrun_operator.resources import Child, Manifest, workloads
 
 _WAITS_FOR_SECRET = (Reason.CONTAINER_CRASHED, Reason.PODS_PENDING)
@@ -253,7 +253,7 @@ def _deleted_claim(state: State) -> Obstacle | None:
         return None
     name, saved = resources.claim_name(state.run), state.status.checkpoint
     gone = state.observed.child(resources.CLAIM_KIND, name) is None
-    if situation.kept_pods(state) or (saved and state.pods and not gone):
+    if state.keeps_pods or (saved and state.pods and not gone):
         # The pods still mount it: they are the last way to the data.
         mounting = [pod.name for pod in (state.head, *state.pods) if pod]
         saver = next(iter(mounting), "of the run")
@@ -498,59 +498,6 @@ def _report_cluster(state: State) -> Result:
     return Result(conditions={ConditionType.CLUSTER_PROVISIONED: said})
 
 
-# -- other replicas --------------------------------------------------------------------------------
-
-
-def scale(state: State, rescaling: Rescaling) -> Result:
-    """Change the RayCluster where it has to get more pods, or may lose some.
-
-    The driver follows the numbers in its settings (`LiveConfig.replicas`) and reports what it has
-    (`Progress.pools`). The RayCluster gets more pods at once. It loses pods when the driver has
-    emptied as many: before that, their engines and env workers would be lost with them, which the
-    driver survives, but which costs time. All this is decided from the spec, the RayCluster and the
-    newest snapshot, so that it continues after a restart of the operator or of the driver.
-    """
-    said = Said("False", Reason.RESUMED, optional=True)
-    if rescaling.kept:
-        message = f"{rescaling.text}, but the run keeps its pods: {rescaling.kept}"
-        said = Said("False", Reason.NOT_RESCALED, message, event="Normal", each_message=True)
-    result = Result(conditions={ConditionType.SUSPENDED: said})
-    cluster, progress = state.cluster, state.progress
-    if cluster is None or resources.is_deleting(cluster) or progress is None or state.scaling_error:
-        return result
-    pools = progress.pools or {}
-    due = {
-        role: (made, wanted)
-        for role, (made, wanted) in rescaling.changes.items()
-        if (pool := pools.get(role)) and not pool.fixed
-        if (wanted > made and not situation.beyond_quota(state, {role: (made, wanted)}))
-        # While one starts, its pod seems to be vacant.
-        or (pool.replicas == wanted < made and not (pool.leaving or pool.joining))
-    }
-    if not due:
-        return result
-    surplus = [
-        name
-        for role, (_, wanted) in due.items()
-        for name in _surplus(state, role, wanted, pools[role])
-    ]
-    removed = f"; these pods are removed: {', '.join(surplus)}" if surplus else ""
-    message = f"{situation.describe(due)}, and the run continues{removed}"
-    numbers = {role: wanted for role, (_, wanted) in due.items()}
-    return result | Result(
-        cluster=resources.rescaled(cluster, numbers, surplus),
-        events=(note(Reason.SCALED, message),),
-    )
-
-
-def _surplus(state: State, role: Role, wanted: int, pool: PoolStatus) -> list[str]:
-    """Return the pods of a role to remove: first the pods that the driver has emptied."""
-    pods = [pod for pod in state.pods if pod.role is role and not pod.deleting]
-    newest = sorted(pods, key=lambda pod: (pod.created_at, pod.name), reverse=True)
-    emptied = sorted(newest, key=lambda pod: (pod.name not in pool.vacant, pod.ready))
-    return [pod.name for pod in emptied[: max(0, len(pods) - wanted)]]
-
-
 # -- what others changed ---------------------------------------------------------------------------
 
 
@@ -661,6 +608,21 @@ def report_undeleted(state: State, result: Result) -> Result:
     return Result(fields={} if trains else {"message": text(message)}, conditions=conditions)
 
 
+def record_cluster(state: State, result: Result) -> Result:
+    """Remember which RayCluster is the run's own, and the replicas that it was given.
+
+    Both are in the RayCluster, too, but there others can change them.
+    """
+    cluster = result.cluster or state.cluster
+    if cluster is None or state.status.phase.finished:
+        return Result()
+    replicas = resources.replicas_in(state.run, cluster)
+    uid, known = cluster["metadata"]["uid"], state.status.ray_cluster
+    if known is None or (known.name, known.uid, known.replicas) != (state.name, uid, replicas):
+        known = RayClusterStatus(name=state.name, uid=uid, replicas=replicas)
+    return Result(fields={"ray_cluster": known})
+
+
 def delete_cluster(state: State, why: str = "") -> Result:
     """Delete the run's own RayCluster.
 
@@ -700,7 +662,7 @@ def remove_budget(state: State) -> Result:
         or not resources.is_own(state.run, found)
     ):
         return Result()
-    if situation.kept_pods(state):
+    if state.keeps_pods:
         return Result()
     return ask_to_delete(state, Delete(child, found["metadata"]["uid"]))
 

@@ -15,6 +15,7 @@ set the taint node.kubernetes.io/out-of-service or shut it down.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -22,9 +23,9 @@ from agenticrun_api import AgenticRun, Reason, Role
 from agenticrun_api.base import one_line
 from agenticrun_api.status import RoleStatus
 from agenticrun_operator import resources
-from agenticrun_operator.observed import Observed, Pod, Problem
+from agenticrun_operator.observed import Edit, Observed, Pod, Problem
 from agenticrun_operator.planning import times
-from agenticrun_operator.planning.snapshot import own_progress
+from agenticrun_operator.planning.result import Said
 from agenticrun_operator.resources import WorkerImages
 
 REJOIN_SECONDS = 60.0
@@ -33,6 +34,17 @@ CREATION_SECONDS = 60.0
 """Time in which KubeRay creates the pods of a RayCluster, or replaces one."""
 STUCK_SECONDS = 60.0
 """Time after its grace period at which a pod that is still there is said to be stuck."""
+_PROBLEM_EVENTS = frozenset(
+    {
+        Reason.IMAGE_PULL_FAILED,
+        Reason.MOUNT_FAILED,
+        Reason.UNSCHEDULABLE,
+        Reason.CONTAINER_CRASHED,
+        Reason.CODE_UNAVAILABLE,
+        Reason.PODS_DENIED,
+        Reason.PODS_NOT_CREATED,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,23 @@ class RolesReport:
         """True if all pods of all roles are ready."""
         return self.problem is None
 
+    def summary(self, edits: Iterable[Edit]) -> Said:
+        """Return the condition RolesReady.
+
+        Args:
+            edits: what others have changed, if all pods are ready.
+        """
+        if problem := self.problem:
+            event = problem.reason in _PROBLEM_EVENTS
+            return Said("False", problem.reason, problem.message, "Warning" if event else None)
+        if self.warning:
+            return Said("True", Reason.CODE_DIFFERS, self.warning, "Warning", each_message=True)
+        for edit in edits:
+            if edit.object.kind == "Pod":
+                return Said("True", Reason.LABELS_MISSING, str(edit), "Warning", each_message=True)
+        number = sum(item.desired for item in self.statuses)
+        return Said("True", Reason.PODS_READY, "", "Normal", f"all {number} pods are ready")
+
 
 def report_roles(
     run: AgenticRun, observed: Observed, images: WorkerImages, now: datetime
@@ -67,7 +96,7 @@ def report_roles(
     cluster = observed.own_cluster(run)
     in_use = resources.images_in(cluster) if cluster else {}
     ours = [pod for pod in observed.pods if pod.orphan or pod.run_uid == run.metadata.uid]
-    progress = own_progress(run, observed.progress)
+    progress = observed.own_progress(run)
     pools = (progress.pools if progress else None) or {}
     statuses: list[RoleStatus] = []
     problems: list[Problem] = []

@@ -1,12 +1,12 @@
 """Runs that wait in a queue of Kueue: asked for, admitted, evicted, given back.
 
-A run with a queue has pods only while Kueue admits its Workload (`situation.find_cause`): one that
+A run with a queue has pods only while Kueue admits its Workload (`why_not_admitted`): one that
 is not admitted is stopped, if it trains, and waits without pods. The Workload is made when nothing
 is in the way of the run but quota, and its quota is given back only when no pod of the run is left.
 An eviction keeps the Workload, and so the place in the queue. A run that is suspended, or that has
 given back pods which could not start, leaves the queue: it gets a new place when it comes back.
 
-Kueue may admit a run with fewer elastic pods than it asks for (`situation.as_admitted`), and a run
+Kueue may admit a run with fewer elastic pods than it asks for (`as_admitted`), and a run
 that gets smaller while it trains gives the quota of these pods back when they are gone.
 """
 
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from agenticrun_api import ConditionType, Phase, Reason
+from agenticrun_api import AgenticRun, ConditionType, Phase, Reason, Role
 from agenticrun_api.status import StopCause
 from agenticrun_operator import errors, resources
-from agenticrun_operator.planning import children, situation, times
+from agenticrun_operator.observed import Observed
+from agenticrun_operator.planning import children, times
 from agenticrun_operator.planning.children import Obstacle
 from agenticrun_operator.planning.result import Delete, Result, Said, text
-from agenticrun_operator.planning.situation import State
+from agenticrun_operator.planning.state import State
 from agenticrun_operator.resources import CLAIM_KIND, Child, Manifest, workloads
 
 ANSWER_SECONDS = 30.0
@@ -31,6 +32,70 @@ _NEEDS_A_USER = frozenset(
 """Reasons of Kueue for which no run that ends makes room."""
 _NEVER_FITS = "maximum capacity"
 """Words of Kueue about a request that is larger than the quota of the ClusterQueue."""
+
+
+def as_admitted(run: AgenticRun, observed: Observed) -> AgenticRun:
+    """Return the run with no more pods than its queue has admitted.
+
+    A run that asks for more pods than its Workload does is returned as it is: it goes through the
+    queue again. While nothing is known of the queue, no pods are added.
+    """
+    if run.spec.queue is None:
+        return run
+    found, cluster = observed.workload(run), observed.own_cluster(run)
+    asked = workloads.pod_counts(found) if found else {}
+    admitted = workloads.admitted_pods(found) if found else {}
+    if not admitted and cluster:
+        asked, admitted = {}, resources.replicas_in(run, cluster)
+    fewer = {
+        role: admitted[role]
+        for role, wanted in run.spec.roles.elastic.items()
+        if admitted.get(role, wanted) < wanted <= asked.get(role, wanted)
+    }
+    return run.with_replicas(fewer) if fewer else run
+
+
+def why_not_admitted(state: State) -> str | None:
+    """Return why the run may have no pods now, if it waits in a queue; None: it may.
+
+    While nothing is known of the queue, pods that exist stay, and no others are made. A run that
+    has given its pods back has left the queue until it tries again.
+    """
+    queue, found = state.run.spec.queue, state.workload
+    if queue is None or state.retry_at:
+        return None
+    if state.observed.queue.error and (state.cluster or state.has_attempt):
+        return None
+    if found is None or workloads.is_finished(found) or resources.is_deleting(found):
+        return f"the run has no place in queue {queue.name}"
+    if not workloads.is_active(found):
+        return f"Workload {workloads.name_of(state.run)} is deactivated"
+    if workloads.is_evicted(found) and (state.has_attempt or workloads.holds_quota(found)):
+        evicted = workloads.condition_of(found, "Evicted")
+        return f"Kueue has evicted the run ({evicted.get('reason')}): {evicted.get('message')}"
+    if not workloads.is_admitted(found):
+        return f"Kueue has not admitted the run in queue {queue.name}"
+    if state.cluster or _is_covered(state, found):
+        return None
+    return f"the run asks queue {queue.name} for more pods"
+
+
+def _is_covered(state: State, workload: Manifest) -> bool:
+    """Return True if a Workload asks for all pods that the spec has now."""
+    asked = workloads.pod_counts(workload)
+    return all(asked.get(role, 0) >= number for role, number in state.wanted_pods.items())
+
+
+def beyond_quota(state: State, changes: dict[Role, tuple[int, int]]) -> str:
+    """Return which new replicas a queue has to admit first; empty: none."""
+    queue, found = state.run.spec.queue, state.workload
+    if queue is None or found is None:
+        return ""
+    admitted = workloads.admitted_pods(found)
+    for role, (_, wanted) in changes.items():
+        if wanted > admitted.get(role.value, 0):
+            return f"queue {queue.name} has admitted {admitted.get(role.value, 0)}"
+    return ""
 
 
 def grace_seconds(state: State) -> int:
@@ -89,7 +154,7 @@ def _is_outdated(state: State, found: Manifest) -> bool:
     One that holds quota for more pods than these is kept.
     """
     if workloads.holds_quota(found) and not workloads.is_evicted(found):
-        return not situation.is_covered(state, found)
+        return not _is_covered(state, found)
     wanted = state.wanted_pods
     fewest = wanted | state.applied.spec.roles.fewest_in_a_queue
     return workloads.pod_counts(found) != wanted or workloads.fewest_pods(found) != fewest

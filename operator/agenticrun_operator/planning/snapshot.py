@@ -6,25 +6,13 @@ from datetime import timedelta
 from itertools import islice
 from typing import Any
 
-from agenticrun_api import Activity, AgenticRun, Progress
+from agenticrun_api import Activity, Progress
 from agenticrun_api.status import Metric
-from agenticrun_operator.observed import NoReport, Unreachable
 from agenticrun_operator.planning import times
 
 STATUS_METRICS = 16
 """Maximum number of metrics in the status, because every status write goes to all watchers. The
 reporter serves all metrics."""
-
-
-def own_progress(run: AgenticRun, progress: Progress | NoReport | Unreachable) -> Progress | None:
-    """Return the progress snapshot if it is from this run's newest attempt, else None."""
-    job = run.status.job
-    if not isinstance(progress, Progress) or job is None:
-        return None
-    mine = (run.metadata.uid, job.submission_id, job.attempt)
-    return (
-        progress if (progress.run_uid, progress.submission_id, progress.attempt) == mine else None
-    )
 
 
 def snapshot_fields(progress: Progress) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from agenticrun_api import Activity, ConditionType, Phase, Reason, Role, names
 from agenticrun_api.status import StopCause
 from agenticrun_operator import resources
 from agenticrun_operator.observed import Job, NoJob
-from agenticrun_operator.planning import attempt, children, queueing, situation, times
+from agenticrun_operator.planning import attempt, children, queueing, times
 from agenticrun_operator.planning.attempt import Continues, Over, Succeeded
 from agenticrun_operator.planning.result import (
     Delete,
@@ -34,7 +34,8 @@ from agenticrun_operator.planning.result import (
     text,
     warning,
 )
-from agenticrun_operator.planning.situation import Cause, State
+from agenticrun_operator.planning.situation import Cause
+from agenticrun_operator.planning.state import State
 from agenticrun_operator.resources import Child
 
 MAX_STEP_SECONDS = 1800.0
@@ -61,7 +62,7 @@ def stop(state: State, cause: Cause) -> Result:
 
     What the driver reports in between counts: the run may succeed, or fail for good.
     """
-    known = Result(fields={"stopping": situation.stop_status(cause)})
+    known = Result(fields={"stopping": cause.status})
     state = state.with_fields(dict(known.fields))
     if isinstance(state.observed.job, NoJob) and not state.job.status:  # Ray has not got it
         return known | _release(state, cause, Over(cause.done, "the attempt has not begun"))
@@ -154,7 +155,7 @@ def without_pods(state: State, cause: Cause) -> Result:
     """Release the pods of a run that has no attempt, and wait until it is resumed."""
     if cause.kind is StopCause.DEADLINE:
         return exceed_deadline(state)
-    fields: dict[str, Any] = {"stopping": situation.stop_status(cause), "obstacle": None}
+    fields: dict[str, Any] = {"stopping": cause.status, "obstacle": None}
     if cause.kind is not StopCause.QUEUE:
         fields["startup_timeouts"] = 0
     known = Result(fields=fields)
@@ -332,10 +333,10 @@ def _give_back(state: State, reason: Reason, late: str) -> Result:
     )
 
 
-def wait_in_queue(state: State, until: datetime) -> Result:
+def wait_in_queue(state: State) -> Result:
     """Delete the RayCluster, should it still be there, leave the queue, and wait."""
     left = children.delete_cluster(state) | queueing.leave(state)
-    return left | Result(look_after=-state.seconds_since(until))
+    return left | Result(look_after=-state.seconds_since(state.retry_at))
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -423,7 +424,7 @@ def clean_up(state: State) -> Result:
     if state.observed.kuberay_missing:
         # The RayCluster may be there when KubeRay's CRDs are back.
         result |= Result(look_after=10.0)
-    elif situation.kept_pods(state):
+    elif state.keeps_pods:
         message = (
             "the run has ended and keeps its pods: volume claim "
             f"{resources.claim_name(run)} was deleted, and its checkpoints are lost when they "
@@ -501,7 +502,7 @@ def _cluster_deleted(state: State, why: str) -> Result:
 
 def refuse_stop(state: State) -> Result:
     """Report that the pods stay although spec.suspend is true: they hold the only copy of data."""
-    if not (state.run.spec.suspend and situation.kept_pods(state)):
+    if not (state.run.spec.suspend and state.keeps_pods):
         return Result()
     message = (
         "spec.suspend is true, but the run keeps its pods: volume claim "
