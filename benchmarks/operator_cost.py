@@ -59,9 +59,8 @@ from agenticrun_api.challenge import prove
 from agenticrun_api.names import DASHBOARD_PORT
 from agenticrun_operator.cluster import DirectTransport, HeadAddress, HeadTransport, RunHead
 from agenticrun_operator.cluster.kube import Response
-from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.cluster.transports import PodAddress, allow_many_connections
 from agenticrun_operator.errors import Conflict
-from agenticrun_operator.runtime import allow_many_connections
 from agenticrun_operator.workqueue import Item
 
 sys.path.append(str(Path(__file__).parents[1] / "tests/support"))

@@ -73,6 +73,30 @@ class ReconcileWorkers:
         for key in self._failures:
             self._queue.add(key)
 
+    async def resync(
+        self,
+        list_keys: Callable[[], Awaitable[list[Key]]],
+        known_keys: Callable[[], list[Key]],
+        seconds: float,
+    ) -> None:
+        """Enqueue all runs every `seconds`, in case a watch misses an event. Runs until cancelled.
+
+        Args:
+            list_keys: lists the runs that exist.
+            known_keys: returns the runs that the operator remembers; it forgets deleted runs.
+            seconds: the interval.
+        """
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                keys = await list_keys()
+            except errors.ClusterError as error:
+                log.warning("resync: cannot list the runs: %s", error)
+                continue
+            # Deleted runs, too: their memory is freed by one more look.
+            for key in {*keys, *known_keys()}:
+                self._queue.add(key)
+
     @property
     def alive(self) -> bool:
         """True unless a task has ended with an error, which is a bug: the liveness probe fails."""
@@ -144,29 +168,3 @@ class ReconcileWorkers:
                 "%s: reconciliation failed; retrying in %.0f s", name, delay, exc_info=error
             )
         return delay
-
-
-async def resync(
-    queue: WorkQueue,
-    list_keys: Callable[[], Awaitable[list[Key]]],
-    known_keys: Callable[[], list[Key]],
-    seconds: float,
-) -> None:
-    """Enqueue all runs every `seconds`, in case a watch misses an event. Runs until cancelled.
-
-    Args:
-        queue: the queue.
-        list_keys: lists the runs that exist.
-        known_keys: returns the runs that the operator remembers; it forgets deleted runs.
-        seconds: the interval.
-    """
-    while True:
-        await asyncio.sleep(seconds)
-        try:
-            keys = await list_keys()
-        except errors.ClusterError as error:
-            log.warning("resync: cannot list the runs: %s", error)
-            continue
-        # Deleted runs, too: their memory is freed by one more look.
-        for key in {*keys, *known_keys()}:
-            queue.add(key)

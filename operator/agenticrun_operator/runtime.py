@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
-from agenticrun_api import names
-from agenticrun_operator import errors, metrics, resources
-from agenticrun_operator.cluster import (
-    DirectTransport,
-    HeadTransport,
-    KubeClient,
-    ProxyTransport,
-    RunHead,
-    connect,
-    head_session,
-)
+from agenticrun_operator import errors, metrics
+from agenticrun_operator.cluster import Head, KubeClient, open_clients
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.operator_key import wait_for_key
-from agenticrun_operator.reconcile_workers import ReconcileWorkers, resync
+from agenticrun_operator.reconcile_workers import ReconcileWorkers
 from agenticrun_operator.reconciler import Reconciler
-from agenticrun_operator.resources.workloads import WORKLOAD_KIND
+from agenticrun_operator.resources import OperatorKey
 from agenticrun_operator.run_metrics import run_registry
-from agenticrun_operator.settings import HeadAccess, Settings
+from agenticrun_operator.settings import Settings
 from agenticrun_operator.slow_writes import SlowWrites
-from agenticrun_operator.watch_cache import WatchCache, WatchedObjects
-from agenticrun_operator.watches import Watch
+from agenticrun_operator.watch_cache import WatchedObjects
+from agenticrun_operator.watches import watch_all
 from agenticrun_operator.workqueue import Key, WorkQueue
 
 CHILD_EVENTS_SECONDS = 0.5
@@ -42,30 +30,14 @@ CHILD_EVENTS_SECONDS = 0.5
 log = logging.getLogger(__name__)
 
 
-def allow_many_connections() -> None:
-    """Raise the process's limit of open files as far as it may: each run needs two connections.
-
-    Prometheus shows the limit and the use as process_max_fds and process_open_fds.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 @asynccontextmanager
 async def running_operator(settings: Settings) -> AsyncIterator[OperatorRuntime]:
     """Connect to the apiserver, and follow the runs until the `with` block ends."""
-    async with AsyncExitStack() as connections:
-        kube = KubeClient(await connect(), settings.namespaces)
-        connections.push_async_callback(kube.close)
-        allow_many_connections()
-        session = head_session()
-        connections.push_async_callback(session.close)
-        direct = settings.head_access is HeadAccess.DIRECT
-        transport: HeadTransport = DirectTransport(session) if direct else ProxyTransport(kube)
+    clients = open_clients(settings.namespaces, heads_by_proxy=settings.heads_by_proxy)
+    async with clients as (kube, head):
         # Waits for a Secret that another replica, or the chart, may still be making.
         key = settings.key or await wait_for_key(kube, *settings.operator_key_secret.split("/"))
-        runtime = OperatorRuntime(settings, kube, RunHead(transport), key)
+        runtime = OperatorRuntime(settings, kube, head, key)
         try:
             await runtime.start()
             yield runtime
@@ -83,9 +55,7 @@ class OperatorRuntime:
         key: the operator's key, from which the tokens of runs are derived.
     """
 
-    def __init__(
-        self, settings: Settings, kube: KubeClient, head: RunHead, key: resources.OperatorKey
-    ):
+    def __init__(self, settings: Settings, kube: KubeClient, head: Head, key: OperatorKey):
         self._settings = settings
         self._kube = kube
         self._queue = WorkQueue()
@@ -132,20 +102,19 @@ class OperatorRuntime:
         self._background += [
             asyncio.create_task(self._leadership.run(), name="lease"),
             asyncio.create_task(
-                resync(
-                    self._queue,
-                    self._kube.list_run_keys,
-                    self._reconciler.known_keys,
-                    settings.resync_seconds,
+                self._reconcile_workers.resync(
+                    self._kube.list_run_keys, self._reconciler.known_keys, settings.resync_seconds
                 ),
                 name="resync",
             ),
             *(
                 asyncio.create_task(watch.run(), name=f"watch {watch.name}")
-                # With watchNamespaces the operator has rights in these only, so each has watches of
-                # its own.
-                for namespace in settings.namespaces or (None,)
-                for watch in self._watches(namespace)
+                for watch in watch_all(
+                    self._kube,
+                    self._watched,
+                    settings.namespaces,
+                    policies=bool(settings.network_policy_namespace),
+                )
             ),
         ]
         for port, path, page in (
@@ -153,30 +122,6 @@ class OperatorRuntime:
             (settings.probe_port, "/healthz", self.health),
         ):
             self._pages.append(await metrics.serve_page(port, path, page))
-
-    def _watches(self, namespace: str | None) -> tuple[Watch, ...]:
-        children: dict[str, WatchCache[Any]] = {
-            "RayCluster": self._watched.clusters,
-            "Pod": self._watched.pods,
-            resources.CLAIM_KIND: self._watched.claims,
-        }
-        if self._settings.network_policy_namespace:
-            children[resources.POLICY_KIND] = self._watched.policies
-        return (
-            Watch(self._kube, names.KIND, namespace, None, self._watched.runs),
-            *(
-                Watch(self._kube, kind, namespace, names.LABEL_RUN, cache)
-                for kind, cache in children.items()
-            ),
-            Watch(
-                self._kube,
-                WORKLOAD_KIND,
-                namespace,
-                names.LABEL_RUN,
-                self._watched.workloads,
-                optional=True,
-            ),
-        )
 
     async def stop(self) -> None:
         """Stop all tasks and pages, and release the lease."""
@@ -196,13 +141,11 @@ class OperatorRuntime:
             await page.cleanup()
 
     async def _metrics(self) -> web.Response:
-        return await metrics.metrics_page(self._run_metrics)
-
-    def _run_metrics(self) -> CollectorRegistry:
-        """Return the metrics of all runs, if this is the operator that follows them."""
         # A standby knows runs from its watches, but not their numbers, which would go stale.
         leads = self._leadership.held.is_set()
-        return run_registry(self._reconciler.run_states() if leads else [])
+        return await metrics.metrics_page(
+            lambda: run_registry(self._reconciler.run_states() if leads else [])
+        )
 
     async def health(self) -> web.Response:
         """Answer the kubelet's probes: status 500 makes it restart the operator."""

@@ -90,6 +90,11 @@ class Settings(BaseSettings):
         )
 
     @property
+    def heads_by_proxy(self) -> bool:
+        """True to reach head pods through the apiserver's proxy."""
+        return self.head_access is HeadAccess.APISERVER_PROXY
+
+    @property
     def key(self) -> OperatorKey | None:
         """The operator's key; None if it is in a Secret that the operator reads."""
         return OperatorKey(self.operator_key.get_secret_value()) if self.operator_key else None

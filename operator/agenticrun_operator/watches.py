@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
+from agenticrun_api import names
 from agenticrun_operator import errors, metrics
 from agenticrun_operator.planning import times
-from agenticrun_operator.resources import Manifest
-from agenticrun_operator.watch_cache import WatchCache
+from agenticrun_operator.resources import CLAIM_KIND, POLICY_KIND, Manifest
+from agenticrun_operator.resources.workloads import WORKLOAD_KIND
+from agenticrun_operator.watch_cache import WatchCache, WatchedObjects
 
 FIRST_RETRY_SECONDS = 0.5
 MAX_RETRY_SECONDS = 4.0
@@ -44,6 +46,36 @@ class WatchClient(Protocol):
     def watch_objects(
         self, kind: str, namespace: str | None, label: str | None, since: str
     ) -> AbstractAsyncContextManager[AsyncIterator[tuple[str, Manifest]]]: ...
+
+
+def watch_all(
+    client: WatchClient, watched: WatchedObjects, namespaces: Sequence[str], *, policies: bool
+) -> list[Watch]:
+    """Return the watches of runs and of their objects.
+
+    Args:
+        client: the kube client.
+        watched: the caches that the watches fill.
+        namespaces: the namespaces to watch; empty: the whole Kubernetes cluster.
+        policies: True to watch NetworkPolicies, too.
+    """
+    children: dict[str, WatchCache[Any]] = {
+        "RayCluster": watched.clusters,
+        "Pod": watched.pods,
+        CLAIM_KIND: watched.claims,
+        WORKLOAD_KIND: watched.workloads,
+    }
+    if policies:
+        children[POLICY_KIND] = watched.policies
+    watches = []
+    # With watchNamespaces the operator has rights in these only, so each has watches of its own.
+    for where in namespaces or (None,):
+        watches.append(Watch(client, names.KIND, where, None, watched.runs))
+        for kind, cache in children.items():
+            # Kueue need not be installed.
+            optional = kind == WORKLOAD_KIND
+            watches.append(Watch(client, kind, where, names.LABEL_RUN, cache, optional=optional))
+    return watches
 
 
 class Watch:

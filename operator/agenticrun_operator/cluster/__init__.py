@@ -1,6 +1,6 @@
 """All network access: clients of the kube-apiserver and of the head pods of runs."""
 
-from agenticrun_operator.cluster.head import HeadAddress, RunHead
+from agenticrun_operator.cluster.head import HeadAddress, RunHead, open_clients
 from agenticrun_operator.cluster.kube import KubeClient, connect
 from agenticrun_operator.cluster.protocols import Head, Kube
 from agenticrun_operator.cluster.transports import (
@@ -21,4 +21,5 @@ __all__ = [
     "RunHead",
     "connect",
     "head_session",
+    "open_clients",
 ]

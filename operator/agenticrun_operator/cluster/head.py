@@ -11,7 +11,8 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -24,8 +25,16 @@ from agenticrun_api.masking import mask_secrets
 from agenticrun_api.progress import MAX_PROGRESS_BYTES
 from agenticrun_api.version import __version__
 from agenticrun_operator import errors, metrics
-from agenticrun_operator.cluster.kube import Response
-from agenticrun_operator.cluster.transports import TIMEOUT_SECONDS, HeadTransport, PodAddress
+from agenticrun_operator.cluster.kube import KubeClient, Response, connect
+from agenticrun_operator.cluster.transports import (
+    TIMEOUT_SECONDS,
+    DirectTransport,
+    HeadTransport,
+    PodAddress,
+    ProxyTransport,
+    allow_many_connections,
+    head_session,
+)
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
 REPORTER_SECONDS = 4.0
@@ -356,3 +365,23 @@ def _brief(error: Exception) -> str:
 def _last_line(body: bytes) -> str:
     lines = body.decode(errors="replace").strip().splitlines()
     return one_line(lines[-1], 300) if lines else ""
+
+
+@asynccontextmanager
+async def open_clients(
+    namespaces: Sequence[str], *, heads_by_proxy: bool
+) -> AsyncIterator[tuple[KubeClient, RunHead]]:
+    """Open the clients of the apiserver and of head pods until the `with` block ends.
+
+    Args:
+        namespaces: the namespaces to watch; empty: the whole Kubernetes cluster.
+        heads_by_proxy: True to reach head pods through the apiserver's proxy, not at their IPs.
+    """
+    kube = KubeClient(await connect(), namespaces)
+    try:
+        allow_many_connections()
+        async with head_session() as session:
+            direct = DirectTransport(session)
+            yield kube, RunHead(ProxyTransport(kube) if heads_by_proxy else direct)
+    finally:
+        await kube.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,6 +48,16 @@ class HeadTransport(Protocol):
         limit: int,
         timeout: float = TIMEOUT_SECONDS,
     ) -> Response: ...
+
+
+def allow_many_connections() -> None:
+    """Raise the process's limit of open files as far as it may: each run needs two connections.
+
+    Prometheus shows the limit and the use as process_max_fds and process_open_fds.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def head_session() -> aiohttp.ClientSession:

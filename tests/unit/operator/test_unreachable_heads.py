@@ -12,10 +12,10 @@ import pytest
 from prometheus_client import REGISTRY
 
 from agenticrun_api import Phase, Role
-from agenticrun_operator import observing, runtime
+from agenticrun_operator import observing
 from agenticrun_operator.cluster import DirectTransport, head_session
 from agenticrun_operator.cluster.kube import Response
-from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.cluster.transports import PodAddress, allow_many_connections
 from agenticrun_operator.observed import Unreachable
 from agenticrun_operator.reconcile_workers import ReconcileWorkers
 from agenticrun_operator.workqueue import Item, WorkQueue
@@ -183,7 +183,7 @@ async def test_a_pod_that_changes_while_a_head_takes_its_time_shows_in_the_same_
 
 async def test_five_hundred_heads_that_never_answer_delay_no_healthy_run() -> None:
     """They accept connections, on real sockets. All hang at once, and were healthy until then."""
-    runtime.allow_many_connections()
+    allow_many_connections()
     fleet = Fleet()
     healthy, hung = await fleet.add_training(5), await fleet.add_training(500)
     fleet.hung = {fleet.address(run) for run in hung}
@@ -305,6 +305,6 @@ def unreachable_heads() -> float | None:
 def test_the_operator_may_open_as_many_connections_as_the_container_allows() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
-    runtime.allow_many_connections()
+    allow_many_connections()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     assert REGISTRY.get_sample_value("process_max_fds") == hard
