@@ -8,12 +8,14 @@ finite.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from functools import lru_cache
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, FiniteFloat
 
 from agenticrun_api.algorithm import Guards
 from agenticrun_api.base import CLEAN, Count, Model, Number, Positive
+from agenticrun_api.masking import mask_secrets
 from agenticrun_api.names import Role
 from agenticrun_api.pipeline import LIVE_FIELDS, Pipeline
 from agenticrun_api.roles import ELASTIC
@@ -28,6 +30,14 @@ from agenticrun_api.status import (
 )
 
 MAX_PROGRESS_BYTES = 65_536
+_CHECKED = frozenset(
+    {"run_uid", "submission_id", "time", "last_step_time", "activity", "outcome", "metrics"}
+)
+"""Fields of a snapshot that can hold no secret: they are compared or parsed."""
+SHORT_TEXT = 256
+"""Length of the texts that most snapshots repeat. What is masked in them is remembered."""
+_mask_short = lru_cache(maxsize=8192)(mask_secrets)
+AnyModel = TypeVar("AnyModel", bound=Model)
 
 
 class Activity(StrEnum):
@@ -113,6 +123,40 @@ class Progress(Model):
     pools: Annotated[dict[Role, PoolStatus], Field(max_length=len(ELASTIC))] | None = None
     """By role, once they have started. Also None if the driver cannot change their number."""
     final: FinalReport | None = None
+
+    def masked(self) -> Progress:
+        """Return the snapshot without secrets, which the reports of user code may quote."""
+        return _masked(self)
+
+
+def _masked(model: AnyModel) -> AnyModel:
+    """Return what a driver has reported without secrets."""
+    changes: dict[str, object] = {}
+    for name, value in model:
+        if name in _CHECKED:
+            continue
+        if isinstance(value, str):
+            masked: object = _masked_text(value)
+        elif isinstance(value, Model):
+            masked = _masked(value)
+        elif isinstance(value, dict):
+            masked = {
+                key: _masked(item) if isinstance(item, Model) else item
+                for key, item in value.items()
+            }
+        elif isinstance(value, list):
+            masked = [_masked_text(item) for item in value]
+        else:
+            continue
+        if masked != value:
+            changes[name] = masked
+    return model.model_copy(update=changes) if changes else model
+
+
+def _masked_text(text: str) -> str:
+    """Return a text without secrets that is no longer, because fields of the status have limits."""
+    mask = _mask_short if len(text) <= SHORT_TEXT else mask_secrets
+    return mask(text)[: len(text)]
 
 
 class LiveConfig(Model):

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import re
 
-from agenticrun_api import AgenticRun, AgenticRunStatus, Reason, names
+from agenticrun_api import AgenticRun, Reason, names
 from agenticrun_api.load import repair_status
 from agenticrun_operator import metrics
 from agenticrun_operator.cluster import Head, HeadAddress, Kube
@@ -34,33 +33,11 @@ from agenticrun_operator.planning import (
     Stop,
     Submit,
 )
-from agenticrun_operator.resources import Event, Manifest
-from agenticrun_operator.slow_writes import PATIENCE_SECONDS, SlowWrites
+from agenticrun_operator.resources import Child, Event, Manifest
+from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.workqueue import Key
 
 log = logging.getLogger(__name__)
-
-_REPORTED = (
-    "step",
-    "max_steps",
-    "progress",
-    "reward",
-    "tokens_per_second",
-    "staleness",
-    "eta",
-    "estimated_completion_time",
-    "last_step_time",
-    "policy_version",
-    "activity",
-    "metrics",
-    "restarted_at_step",
-    "checkpoint",
-    "log_tail",
-)
-"""Fields of the status whose values come from the pods of the run."""
-_RAY_STATES = ("", "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
-_REASON = re.compile("[A-Z][A-Za-z0-9]{0,63}")
-_NOT_STORED = "the apiserver refuses the text: see the event StatusRefused"
 
 
 class Applier:
@@ -88,18 +65,15 @@ class Applier:
             KubeUnavailable: the apiserver does not answer, or not yet.
         """
         objects = ((plan.tokens,) if plan.tokens else ()) + plan.create
-        wanted = {
-            f"creation of {manifest['kind']} {manifest['metadata']['name']}": manifest
-            for manifest in objects
-        }
-        changes = {_change(manifest): manifest for manifest in plan.update}
-        change = {_change(plan.cluster)} if plan.cluster else set()
-        change |= {_workload_change(plan.workload)} if plan.workload else set()
-        kept = {*wanted, *changes, *change, *map(_deletion, plan.delete)}
+        wanted = {f"creation of {Child.of(manifest)}": manifest for manifest in objects}
+        changes = {f"change of {Child.of(manifest)}": manifest for manifest in plan.update}
+        later = [manifest for manifest in (plan.cluster, plan.workload) if manifest]
+        kept = {*wanted, *changes, *(f"change of {Child.of(manifest)}" for manifest in later)}
+        kept |= {f"deletion of {delete.child}" for delete in plan.delete}
         # Writes of an earlier plan that are not wanted now must not come through later.
         self._slow_writes.keep_only(run.key, kept)
         version = run.metadata.uid, run.metadata.generation
-        deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
+        deadline = self._slow_writes.deadline()
         for name, manifest in changes.items():
             # If the run or the object has changed since, a new write replaces the old one.
             replaces = run.metadata.generation, manifest["metadata"]["resourceVersion"]
@@ -131,10 +105,10 @@ class Applier:
         if plan.cluster is None:
             return
         version = run.metadata.generation, plan.cluster["metadata"]["resourceVersion"]
-        deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
+        deadline = self._slow_writes.deadline()
         change = functools.partial(self._kube.put, plan.cluster)
         try:
-            name = _change(plan.cluster)
+            name = f"change of {Child.of(plan.cluster)}"
             await self._slow_writes.finish(run.key, name, version, deadline, change)
         except NotFound:
             return  # the next reconciliation creates it
@@ -149,9 +123,9 @@ class Applier:
             Conflict: it has changed since it was read.
         """
         version = workload["metadata"]["resourceVersion"]
-        deadline = asyncio.get_running_loop().time() + PATIENCE_SECONDS
+        deadline = self._slow_writes.deadline()
         change = functools.partial(self._kube.put_status, workload)
-        name = _workload_change(workload)
+        name = f"change of {Child.of(workload)}"
         try:
             await self._slow_writes.finish(run.key, name, version, deadline, change)
         except Conflict:
@@ -188,17 +162,16 @@ class Applier:
             return document
         metrics.STATUS_WRITES.inc()
         try:
-            return await self._store_all_or_without_reports(document, plan.status)
+            return await self._store_all_or_without_reports(document, plan)
         except (Refused, TooLarge, Denied):
             metrics.REFUSED_STATUS_WRITES.inc()
             raise
 
-    async def _store_all_or_without_reports(
-        self, document: Manifest, status: AgenticRunStatus
-    ) -> Manifest:
+    async def _store_all_or_without_reports(self, document: Manifest, plan: Plan) -> Manifest:
+        assert plan.status is not None
         uid = document["metadata"]["uid"]
         try:
-            stored = await self._kube.write_status(document, status)
+            stored = await self._kube.write_status(document, plan.status)
             self._refused.discard(uid)
             return stored
         except (Refused, TooLarge) as error:
@@ -216,7 +189,7 @@ class Applier:
         if current is None:
             raise NotFound(metadata["name"])
         # From the stored status, because the values in memory may be the ones that are refused.
-        reduced = without_reports(status, repair_status(current.get("status")))
+        reduced = plan.without_reports(repair_status(current.get("status")))
         return await self._kube.write_status(document, reduced)
 
     def forget(self, run: AgenticRun) -> None:
@@ -230,8 +203,8 @@ class Applier:
         Returns:
             The errors of deletions, by the uid of the object.
         """
-        metadata, loop = document["metadata"], asyncio.get_running_loop()
-        key, deadline = (metadata["namespace"], metadata["name"]), loop.time() + PATIENCE_SECONDS
+        metadata, deadline = document["metadata"], self._slow_writes.deadline()
+        key = metadata["namespace"], metadata["name"]
         # After the status is stored: an operator that crashes here repeats what it says.
         errors = await asyncio.gather(*(self._delete(key, item, deadline) for item in plan.delete))
         for event in plan.events:
@@ -251,9 +224,9 @@ class Applier:
             propagation="Foreground" if delete.foreground else "Background",
         )
         try:
-            await self._slow_writes.finish(key, _deletion(delete), delete, deadline, write)
+            await self._slow_writes.finish(key, f"deletion of {child}", delete, deadline, write)
         except ClusterError as error:
-            log.warning("cannot delete %s %s: %s", child.kind, child.name, error)
+            log.warning("cannot delete %s: %s", child, error)
             return error
         return None
 
@@ -296,7 +269,7 @@ class Applier:
         try:
             await self._kube.put(manifest)
         except (Conflict, NotFound) as error:  # the next reconciliation reads it again
-            log.info("%s: %s", _change(manifest), error)
+            log.info("change of %s: %s", Child.of(manifest), error)
 
     async def _create(self, manifest: Manifest) -> None:
         try:
@@ -308,54 +281,3 @@ class Applier:
             raise Denied(f"contention for a quota: {error}") from error
         except NotFound as error:  # it says nothing about the run
             raise KubeUnavailable(f"cannot create {manifest['kind']}: {error}") from error
-
-
-def _deletion(delete: Delete) -> str:
-    return f"deletion of {delete.child.kind} {delete.child.name}"
-
-
-def _change(manifest: Manifest) -> str:
-    return f"change of {manifest['kind']} {manifest['metadata']['name']}"
-
-
-def _workload_change(workload: Manifest) -> str:
-    return f"change of Workload {workload['metadata']['name']}"
-
-
-def without_reports(status: AgenticRunStatus, stored: AgenticRunStatus) -> AgenticRunStatus:
-    """Return a status without what comes from the pods of the run, or from webhooks.
-
-    Such fields keep the values that the apiserver accepted before.
-
-    Args:
-        status: the status that the apiserver refuses.
-        stored: the status as it is stored.
-    """
-    job, before = status.job, stored.job
-    if job:
-        same = before if before and before.submission_id == job.submission_id else None
-        job = job.model_copy(
-            update={
-                "version": same and same.version,
-                "report": same and same.report,
-                "disruption": job.disruption and ((same and same.disruption) or _NOT_STORED),
-                # Not empty, which means that Ray has not got the job.
-                "status": job.status if job.status in _RAY_STATES else "UNKNOWN",
-            }
-        )
-    texts = {item.type: item.message for item in stored.conditions}
-    conditions = [
-        item.model_copy(
-            update={
-                "message": item.message if item.message == texts.get(item.type) else _NOT_STORED,
-                "reason": item.reason if _REASON.fullmatch(item.reason) else "Unknown",
-            }
-        )
-        for item in status.conditions
-    ]
-    reported = {name: getattr(stored, name) for name in _REPORTED}
-    roles = [item.model_copy(update={"message": ""}) for item in status.roles]
-    message = status.message if status.message == stored.message else _NOT_STORED
-    return status.model_copy(
-        update=reported | {"job": job, "conditions": conditions, "roles": roles, "message": message}
-    )

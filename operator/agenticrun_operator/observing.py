@@ -12,17 +12,13 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from functools import lru_cache
 from typing import TypeVar
 
 from agenticrun_api import AgenticRun, Phase, Progress, Reason, names
-from agenticrun_api.base import Model
-from agenticrun_api.masking import mask_secrets
 from agenticrun_operator import errors, metrics, pod_reader, resources
 from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.observed import (
-    Incarnation,
     Observed,
     Pod,
     Problem,
@@ -50,15 +46,7 @@ SUSPICIOUS_QUESTIONS = 256
 heads fit; the others wait for their next look, so that their connections are limited."""
 JITTER = 0.3
 """Share of the silence that is random, so that the heads of a lost node are not asked together."""
-_CHECKED = frozenset(
-    {"run_uid", "submission_id", "time", "last_step_time", "activity", "outcome", "metrics"}
-)
-"""Fields of a snapshot that can hold no secret: they are compared or parsed."""
-SHORT_TEXT = 256
-"""Length of the texts that most snapshots repeat. What is masked in them is remembered."""
-_mask_short = lru_cache(maxsize=8192)(mask_secrets)
 Answer = TypeVar("Answer")
-AnyModel = TypeVar("AnyModel", bound=Model)
 
 
 @dataclass(frozen=True)
@@ -87,19 +75,6 @@ class _Silence:
     answer: Unreachable
     until: datetime
     """It is not asked before this time."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ResolvedPods:
-    """The pods of a run at its last look."""
-
-    owner: tuple[object, bool]
-    """The state of the RayCluster that this was observed for."""
-    head: tuple[str | None, str | None]
-    """The names by which the head was chosen."""
-    labelled: tuple[LabelledPod, ...]
-    by_labelled: dict[LabelledPod, Pod | None]
-    pods: tuple[Pod, ...]
 
 
 class Observer:
@@ -135,7 +110,7 @@ class Observer:
         self._silent: dict[tuple[str, str], _Silence] = {}
         """By the run's uid and the part of its head."""
         self._suspicious = asyncio.Semaphore(SUSPICIOUS_QUESTIONS)
-        self._pods: dict[str, _ResolvedPods] = {}
+        self._pods: dict[str, pod_reader.ResolvedPods] = {}
         """By the run's uid."""
         self._positions = QueuePositions(kube, clock)
 
@@ -368,36 +343,12 @@ class Observer:
         cluster: Manifest | None,
         cluster_known: bool,
     ) -> tuple[Pod, ...]:
-        """Return the pods of RayClusters of the run's name, with the head marked.
-
-        A pod that is the same as at the last look is not resolved again: a look after an event of
-        one of a thousand pods costs as much as after one of ten.
-        """
-        owner = cluster and (
-            cluster["metadata"]["uid"],
-            resources.controller_uid(cluster),
-            resources.is_own(run, cluster),
-        )
-        job = run.status.job if cluster is None else None
-        submitted_to = Incarnation.parse(job.incarnation) if job else None
-        head = (pod_reader.head_name(cluster), submitted_to.pod_uid if submitted_to else None)
-        before = self._pods.get(run.metadata.uid)
-        # Which run a pod belongs to depends on its RayCluster: if that changes, all are resolved
-        # again.
-        if before is None or before.owner != (owner, cluster_known):
-            before = _ResolvedPods((owner, cluster_known), head, (), {}, ())
-        # The same tuple: no pod has changed since the last look.
-        if before.labelled is labelled and before.head == head:
-            return before.pods
-        found = {
-            item: before.by_labelled[item]
-            if item in before.by_labelled
-            else pod_reader.resolve_pod(item, run, cluster, cluster_known)
-            for item in labelled
-        }
-        pods = tuple(pod_reader.with_head([pod for pod in found.values() if pod], *head))
-        self._pods[run.metadata.uid] = _ResolvedPods(before.owner, head, labelled, found, pods)
-        return pods
+        """Return the pods of RayClusters of the run's name, with the head marked."""
+        uid = run.metadata.uid
+        before = self._pods.get(uid)
+        found = pod_reader.resolve_pods(labelled, run, cluster, cluster_known, before)
+        self._pods[uid] = found
+        return found.pods
 
     async def _read_cluster(
         self, run: AgenticRun, known: Manifest | None
@@ -465,7 +416,7 @@ class Observer:
         )
         if isinstance(progress, Progress):
             # Before anything is stored or logged: reports of user code may quote secrets.
-            progress = _masked(progress)
+            progress = progress.masked()
         return replace(self._with_news(observed, run, objects), job=seen, progress=progress)
 
     def _with_news(self, observed: Observed, run: AgenticRun, objects: ObservedObjects) -> Observed:
@@ -616,33 +567,3 @@ class Observer:
                 Reason.TOKENS_UNKNOWN,
             )
         return self._key.ray_token(uid), self._key.reporter_token(uid)
-
-
-def _masked(model: AnyModel) -> AnyModel:
-    """Return what a driver has reported without secrets."""
-    changes: dict[str, object] = {}
-    for name, value in model:
-        if name in _CHECKED:
-            continue
-        if isinstance(value, str):
-            masked: object = _masked_text(value)
-        elif isinstance(value, Model):
-            masked = _masked(value)
-        elif isinstance(value, dict):
-            masked = {
-                key: _masked(item) if isinstance(item, Model) else item
-                for key, item in value.items()
-            }
-        elif isinstance(value, list):
-            masked = [_masked_text(item) for item in value]
-        else:
-            continue
-        if masked != value:
-            changes[name] = masked
-    return model.model_copy(update=changes) if changes else model
-
-
-def _masked_text(text: str) -> str:
-    """Return a text without secrets that is no longer, because fields of the status have limits."""
-    mask = _mask_short if len(text) <= SHORT_TEXT else mask_secrets
-    return mask(text)[: len(text)]

@@ -106,6 +106,62 @@ def read_labelled_pod(manifest: Manifest) -> LabelledPod | None:
     return LabelledPod(cluster, read_pod(manifest))
 
 
+@dataclass(frozen=True, slots=True)
+class ResolvedPods:
+    """The pods of a run at its last look."""
+
+    owner: tuple[object, bool]
+    """The state of the RayCluster that this was observed for."""
+    head: tuple[str | None, str | None]
+    """The names by which the head was chosen."""
+    labelled: tuple[LabelledPod, ...]
+    by_labelled: dict[LabelledPod, Pod | None]
+    pods: tuple[Pod, ...]
+
+
+def resolve_pods(
+    labelled: tuple[LabelledPod, ...],
+    run: AgenticRun,
+    cluster: Manifest | None,
+    cluster_known: bool,
+    before: ResolvedPods | None,
+) -> ResolvedPods:
+    """Return the pods of RayClusters of the run's name, with the head marked.
+
+    A pod that is the same as at the last look is not resolved again: a look after an event of
+    one of a thousand pods costs as much as after one of ten.
+
+    Args:
+        labelled: the pods that were selected by their labels.
+        run: the run.
+        cluster: its RayCluster; None if there is none.
+        cluster_known: as in `resolve_pod`.
+        before: the answer of the last look.
+    """
+    owner = cluster and (
+        cluster["metadata"]["uid"],
+        resources.controller_uid(cluster),
+        resources.is_own(run, cluster),
+    )
+    job = run.status.job if cluster is None else None
+    submitted_to = Incarnation.parse(job.incarnation) if job else None
+    head = (head_name(cluster), submitted_to.pod_uid if submitted_to else None)
+    # Which run a pod belongs to depends on its RayCluster: if that changes, all are resolved again.
+    if before is None or before.owner != (owner, cluster_known):
+        before = ResolvedPods((owner, cluster_known), head, (), {}, ())
+    # The same tuple: no pod has changed since the last look.
+    if before.labelled is labelled and before.head == head:
+        return before
+    found = {
+        item: before.by_labelled[item]
+        if item in before.by_labelled
+        else resolve_pod(item, run, cluster, cluster_known)
+        for item in labelled
+    }
+    pods = tuple(with_head([pod for pod in found.values() if pod], *head))
+    return ResolvedPods(before.owner, head, labelled, found, pods)
+
+
 def resolve_pod(
     labelled: LabelledPod, run: AgenticRun, cluster: Manifest | None, cluster_known: bool
 ) -> Pod | None:

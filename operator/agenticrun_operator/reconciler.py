@@ -6,22 +6,12 @@ import asyncio
 import json
 import logging
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
-from agenticrun_api import (
-    Activity,
-    AgenticRun,
-    ConditionType,
-    InvalidRun,
-    Metadata,
-    Phase,
-    Progress,
-    names,
-)
+from agenticrun_api import AgenticRun, ConditionType, InvalidRun, Metadata, Phase, names
 from agenticrun_api.load import parse_served, repair_status
 from agenticrun_operator import errors, planning, resources
 from agenticrun_operator.applying import Applier
@@ -101,8 +91,16 @@ class RunCache:
     """Why and when the last change of the Workload failed."""
     ended: tuple[str, str] | None = None
     """Submission id and end time of the newest attempt that this operator saw end."""
-    progress: Progress | None = None
-    """The newest progress snapshot of an attempt that has started, for metrics only."""
+
+    def still_there(self, deletions: Mapping[str, T]) -> dict[str, T]:
+        """Return what is known of the deletions of objects that still exist, by their uids."""
+        # The usual case, which needs no search through the objects.
+        if not deletions:
+            return {}
+        children = (*self.objects.children.values(), *self.objects.policies.values())
+        uids = {manifest["metadata"]["uid"] for manifest in children if manifest}
+        uids |= {pod.uid for pod in self.objects.pods} | {self.metadata["uid"]}
+        return {uid: found for uid, found in deletions.items() if uid in uids}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +112,6 @@ class _Ended:
     metrics: EndedRun
     next_look: datetime | None
     """Time of the next look; None: only a change is a reason for one."""
-
-
-def utc_now() -> datetime:
-    """Return the current time in UTC."""
-    return datetime.now(UTC)
 
 
 class Reconciler:
@@ -134,7 +127,7 @@ class Reconciler:
         full_look_seconds: float,
         slots: asyncio.Semaphore,
         slow_writes: SlowWrites,
-        clock: Callable[[], datetime] = utc_now,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         default_ttl: int | None = None,
     ):
         """Create a reconciler.
@@ -195,7 +188,7 @@ class Reconciler:
         A run that cannot be read and has not ended is only counted: its status is old.
         """
         return [
-            *(_state(key, item) for key, item in self._cache.items()),
+            *(RunState.of(item.run, item.totals) for item in self._cache.values()),
             *(item.metrics for item in self._ended.values()),
             *(state for state in self._unreadable.values() if state.ended),
         ]
@@ -279,7 +272,7 @@ class Reconciler:
             plan = planning.plan(cached.run, observed, self._clock(), self._images, self._key)
             # A plan from a watch that is behind may change conditions and numbers, but not pods or
             # attempts.
-            if fresh or not _acts(plan, cached.run):
+            if fresh or not plan.acts(cached.run.status.phase):
                 applied = await self._apply(key, cached, observed, plan)
                 break
             fresh = True
@@ -287,11 +280,14 @@ class Reconciler:
             return RETRY_SECONDS
         before = cached.run.status
         plan, cached = applied
-        cached.totals.count(before, cached.run.status, _held_gpus(cached), self._clock())
+        seen = observed.own_progress(cached.run)
+        cached.totals.count(before, cached.run, cached.objects.pods, seen, self._clock())
         await self._act_on_job(key, cached, plan)  # other runs are reconciled while this waits
         return plan.requeue_after
 
-    def _read(self, document: Manifest, before: RunCache | None, status_hash: int) -> AgenticRun:
+    def _read(
+        self, document: Manifest, before: RunCache | None, metadata: Manifest, status_hash: int
+    ) -> AgenticRun:
         """Return the run with the installation's defaults.
 
         It has the status that was written last as long as no one has changed it.
@@ -300,7 +296,7 @@ class Reconciler:
             InvalidRun: the run cannot be read.
         """
         # The run has not changed since it was parsed: its resourceVersion is the same.
-        if before and before.metadata == _identity(document):
+        if before and before.metadata == metadata:
             return before.run
         run = parse_served(document)
         if self._default_ttl is not None and run.spec.ttl_seconds_after_finished is None:
@@ -327,13 +323,13 @@ class Reconciler:
             if document is None:
                 self._forget(key)
                 return None, True
-            metadata, status_hash = _identity(document), _status_hash(document)
+            metadata, status_hash = _version_of(document)
             # Another run of the same name: what is remembered belongs to the deleted one.
             if before and before.metadata["uid"] != metadata["uid"]:
                 self._forget(key)
                 before = None
             try:
-                run = self._read(document, before, status_hash)
+                run = self._read(document, before, metadata, status_hash)
             except InvalidRun as error:
                 # Before `_forget`, which forgets that as well.
                 reported = key in self._unreadable
@@ -435,10 +431,11 @@ class Reconciler:
             document = await self._applier.write_status(stored, plan)
             # Not the stored status: it lacks the fields that an older CRD does not have.
             written = {"metadata": Metadata.model_validate(document["metadata"])}
+            metadata, status_hash = _version_of(document)
             cached = replace(
                 cached,
-                metadata=_identity(document),
-                status_hash=_status_hash(document),
+                metadata=metadata,
+                status_hash=status_hash,
                 run=run.model_copy(update=written | {"status": plan.status}),
                 wrote_at=self._clock(),
             )
@@ -446,8 +443,7 @@ class Reconciler:
         cached = replace(
             cached,
             # Uids of objects that are gone would pile up.
-            deletions=_still_there(cached.deletions, cached) | asked,
-            progress=_newest_progress(cached, observed),
+            deletions=cached.still_there(cached.deletions) | asked,
         )
         self._cache[key] = cached  # known even if a request below ends this process
         failed = await self._applier.delete_and_report(plan, {"metadata": cached.metadata})
@@ -476,7 +472,7 @@ class Reconciler:
         self, cached: RunCache, plan: planning.Plan, failed: Mapping[str, errors.ClusterError]
     ) -> dict[str, DeletionTrouble]:
         """Return the deletions that have failed, after those of a plan."""
-        now, before = self._clock(), _still_there(cached.deletion_troubles, cached)
+        now, before = self._clock(), cached.still_there(cached.deletion_troubles)
         asked = {delete.uid for delete in plan.delete}
         stay = {uid: trouble for uid, trouble in before.items() if uid not in asked}
         return stay | {
@@ -605,65 +601,8 @@ class Reconciler:
             self._applier.forget(cached.run)
 
 
-def _state(key: Key, cached: RunCache) -> RunState:
-    """Return what the metrics show of a run."""
-    run = cached.run
-    saves = run.spec.pipeline.save_steps if resources.storage_of(run) else 0
-    return RunState(key, run.status, cached.progress, cached.totals, saves)
-
-
-def _held_gpus(cached: RunCache) -> Counter[str]:
-    """Return the GPUs of the pods that have a node and have not ended, by role."""
-    roles = cached.run.spec.roles
-    pods = Counter(pod.role for pod in cached.objects.pods if pod.node and not pod.ended)
-    return Counter(
-        {
-            role.value: count * roles.of(role).gpus
-            for role, count in pods.items()
-            if roles.has(role) and roles.of(role).gpus
-        }
-    )
-
-
-def _identity(document: Manifest) -> Manifest:
-    """Return the metadata that a write needs."""
+def _version_of(document: Manifest) -> tuple[Manifest, int]:
+    """Return the metadata that a write needs, and the hash of the status as it is stored."""
     keep = ("name", "namespace", "uid", "resourceVersion")
-    return {key: document["metadata"][key] for key in keep}
-
-
-def _status_hash(document: Manifest) -> int:
-    return hash(json.dumps(document.get("status"), sort_keys=True))
-
-
-def _still_there(deletions: Mapping[str, T], cached: RunCache) -> dict[str, T]:
-    """Return what is known of the deletions of objects that still exist."""
-    # The usual case, which needs no search through the objects.
-    if not deletions:
-        return {}
-    objects = cached.objects
-    children = (*objects.children.values(), *objects.policies.values())
-    manifests = (manifest for manifest in children if manifest)
-    uids = {pod.uid for pod in objects.pods}
-    uids |= {item["metadata"]["uid"] for item in manifests} | {cached.metadata["uid"]}
-    return {uid: found for uid, found in deletions.items() if uid in uids}
-
-
-def _newest_progress(cached: RunCache, observed: Observed) -> Progress | None:
-    """Return the snapshot to keep.
-
-    A driver that starts has no numbers yet: the last ones stay. A run that has ended or is
-    suspended makes no steps, so it has none.
-    """
-    phase = cached.run.status.phase
-    if phase.finished or phase in (Phase.SUSPENDED, Phase.QUEUED):
-        return None
-    seen = observed.own_progress(cached.run)
-    starts = seen is None or seen.activity is Activity.STARTING or seen.max_steps == 0
-    return cached.progress if starts else seen
-
-
-def _acts(plan: planning.Plan, run: AgenticRun) -> bool:
-    """Return True if the plan does more than write what was seen: it needs fresh objects."""
-    moves = plan.status is not None and plan.status.phase is not run.status.phase
-    writes = plan.create or plan.update or plan.cluster or plan.tokens or plan.workload
-    return bool(moves or plan.job or plan.delete or writes)
+    identity = {key: document["metadata"][key] for key in keep}
+    return identity, hash(json.dumps(document.get("status"), sort_keys=True))

@@ -7,8 +7,8 @@ ended keeps those about its end.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from sys import intern
@@ -18,8 +18,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from agenticrun_api import Activity, AgenticRunStatus, ConditionType, Phase, Progress
+from agenticrun_api import Activity, AgenticRun, AgenticRunStatus, ConditionType, Phase, Progress
 from agenticrun_api.metrics import STEP_METRICS
+from agenticrun_operator.observed import Pod
+from agenticrun_operator.resources import storage_of
 
 _LAST_WORDS = frozenset({ConditionType.COMPLETE.value, ConditionType.FAILED.value})
 _USES = {
@@ -58,30 +60,42 @@ class Totals:
     phase_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By phase."""
     lost_steps: int = 0
+    progress: Progress | None = None
+    """The newest snapshot of an attempt that has started."""
 
     def count(
         self,
         before: AgenticRunStatus,
-        after: AgenticRunStatus,
-        gpus: Mapping[str, int],
+        run: AgenticRun,
+        pods: Iterable[Pod],
+        seen: Progress | None,
         now: datetime,
     ) -> None:
         """Count the time since the last look, in which the run had the status `before`.
 
         Args:
             before: the status that the last look left.
-            after: the status now.
-            gpus: GPUs of the pods that have a node, by role.
+            run: the run now.
+            pods: its pods. Those that have a node and have not ended hold their GPUs.
+            seen: the progress snapshot of its newest attempt.
             now: the current time.
         """
+        after, roles = run.status, run.spec.roles
         seconds, self.at = max(0.0, (now - self.at).total_seconds()), now
         self.phase_seconds[before.phase.value] += seconds
         use = use_of_gpus(before)
-        for role, count in gpus.items():
-            self.gpu_seconds[role, use] += count * seconds
+        held = Counter(pod.role for pod in pods if pod.node and not pod.ended)
+        for role, count in held.items():
+            if roles.has(role) and (gpus := roles.of(role).gpus):
+                self.gpu_seconds[role.value, use] += count * gpus * seconds
         if before.job and after.job and before.job.attempt < after.job.attempt:
             saved = after.checkpoint.step if after.checkpoint else 0
             self.lost_steps += max(0, (before.step or 0) - saved)
+        if after.phase.finished or after.phase in (Phase.SUSPENDED, Phase.QUEUED):
+            self.progress = None  # it makes no steps
+        elif seen and seen.activity is not Activity.STARTING and seen.max_steps:
+            # A driver that starts has no numbers yet: the last ones stay.
+            self.progress = seen
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,12 @@ class RunState:
     """None: the run cannot be read, or has ended and has no pods."""
     save_steps: int = 0
     """Steps between two checkpoints; 0: the run saves none, or cannot be read."""
+
+    @classmethod
+    def of(cls, run: AgenticRun, totals: Totals) -> RunState:
+        """Return the state of a run that can be read."""
+        saves = run.spec.pipeline.save_steps if storage_of(run) else 0
+        return cls(run.key, run.status, totals.progress, totals, saves)
 
     @property
     def ended(self) -> bool:

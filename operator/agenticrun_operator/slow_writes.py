@@ -74,6 +74,10 @@ class SlowWrites:
         self._budget = budget or Budget(WRITES, WRITES_PER_NAMESPACE)
         self._writes: dict[Key, dict[str, _Write]] = {}
 
+    def deadline(self) -> float:
+        """Return the time of the event loop until which a look that begins now waits."""
+        return asyncio.get_running_loop().time() + PATIENCE_SECONDS
+
     async def finish(
         self,
         key: Key,

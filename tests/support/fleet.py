@@ -15,7 +15,7 @@ import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from agenticrun_operator.cluster.kube import Propagation, Response
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.errors import AlreadyExists, Conflict, WebhookUnavailable
 from agenticrun_operator.reconcile_workers import ReconcileWorkers
-from agenticrun_operator.reconciler import Reconciler, utc_now
+from agenticrun_operator.reconciler import Reconciler
 from agenticrun_operator.resources import Event, Manifest
 from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchCache, WatchedObjects
@@ -76,7 +76,7 @@ class Fleet:
 
     async def add_training(self, count: int) -> list[Key]:
         """Add runs that train."""
-        world = World(now=utc_now() - timedelta(seconds=60))
+        world = World(now=datetime.now(UTC) - timedelta(seconds=60))
         world.apply_run(*self._changes)
         await training(Operator(world))
         return [self._add_training(world, len(self._objects)) for _ in range(count)]
@@ -101,13 +101,13 @@ class Fleet:
 
     def add_blocked(self, count: int) -> list[Key]:
         """Add runs whose RayCluster cannot be created, because a webhook does not answer."""
-        world = World(now=utc_now())
+        world = World(now=datetime.now(UTC))
         world.apply_run(*self._changes)
         return [self._add([_renamed(world.run, len(self._objects))]) for _ in range(count)]
 
     async def add_ended(self, count: int) -> list[Key]:
         """Add runs that have succeeded, and whose RayCluster and pods are gone."""
-        world = World(now=utc_now() - timedelta(seconds=60))
+        world = World(now=datetime.now(UTC) - timedelta(seconds=60))
         world.apply_run(*self._changes)
         operator = Operator(world)
         await training(operator)

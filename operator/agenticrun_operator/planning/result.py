@@ -6,12 +6,13 @@ one. What must be remembered between two looks has a field of its own in the sta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
-from agenticrun_api import AgenticRunStatus, Condition, ConditionType, LiveConfig, Reason
+from agenticrun_api import AgenticRunStatus, Condition, ConditionType, LiveConfig, Phase, Reason
 from agenticrun_api.status import RoleStatus
 from agenticrun_operator.planning import times
 from agenticrun_operator.resources import Child, Event, Manifest
@@ -36,6 +37,28 @@ _SOFT = frozenset(
 )
 MAX_CONDITION_MESSAGE = 1024
 MAX_TEXT = 4096
+
+_REPORTED = (
+    "step",
+    "max_steps",
+    "progress",
+    "reward",
+    "tokens_per_second",
+    "staleness",
+    "eta",
+    "estimated_completion_time",
+    "last_step_time",
+    "policy_version",
+    "activity",
+    "metrics",
+    "restarted_at_step",
+    "checkpoint",
+    "log_tail",
+)
+"""Fields of the status whose values come from the pods of the run."""
+_RAY_STATES = ("", "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED")
+_REASON = re.compile("[A-Z][A-Za-z0-9]{0,63}")
+_NOT_STORED = "the apiserver refuses the text: see the event StatusRefused"
 
 _RESOLVES_ALONE = frozenset(
     {
@@ -145,6 +168,58 @@ class Plan:
     job: JobAction | None = None
     requeue_after: float | None = None
     """Seconds until the next reconciliation; None: wait for a watch event."""
+
+    def acts(self, phase: Phase) -> bool:
+        """Return True if the plan does more than write what was seen.
+
+        Args:
+            phase: the phase of the run so far.
+        """
+        moves = self.status is not None and self.status.phase is not phase
+        writes = self.create or self.update or self.cluster or self.tokens or self.workload
+        return bool(moves or self.job or self.delete or writes)
+
+    def without_reports(self, stored: AgenticRunStatus) -> AgenticRunStatus:
+        """Return the status without what comes from the pods of the run, or from webhooks.
+
+        Such fields keep the values that the apiserver accepted before.
+
+        Args:
+            stored: the status as it is stored.
+        """
+        assert self.status is not None
+        status = self.status
+        job, before = status.job, stored.job
+        if job:
+            same = before if before and before.submission_id == job.submission_id else None
+            job = job.model_copy(
+                update={
+                    "version": same and same.version,
+                    "report": same and same.report,
+                    "disruption": job.disruption and ((same and same.disruption) or _NOT_STORED),
+                    # Not empty, which means that Ray has not got the job.
+                    "status": job.status if job.status in _RAY_STATES else "UNKNOWN",
+                }
+            )
+        texts = {item.type: item.message for item in stored.conditions}
+        conditions = [
+            item.model_copy(
+                update={
+                    "message": item.message
+                    if item.message == texts.get(item.type)
+                    else _NOT_STORED,
+                    "reason": item.reason if _REASON.fullmatch(item.reason) else "Unknown",
+                }
+            )
+            for item in status.conditions
+        ]
+        reported = {name: getattr(stored, name) for name in _REPORTED}
+        roles = [item.model_copy(update={"message": ""}) for item in status.roles]
+        message = status.message if status.message == stored.message else _NOT_STORED
+        return status.model_copy(
+            update=reported
+            | {"job": job, "conditions": conditions, "roles": roles, "message": message}
+        )
 
 
 @dataclass(frozen=True)

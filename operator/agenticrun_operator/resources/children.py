@@ -31,6 +31,9 @@ class Child:
     kind: str
     name: str
 
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
     @classmethod
     def of(cls, manifest: Manifest) -> Child:
         """Return the kind and name of a manifest."""

@@ -14,9 +14,9 @@ import pytest
 from agenticrun_api import AgenticRunStatus, Phase, Reason
 from agenticrun_api.names import KIND
 from agenticrun_api.status import CheckpointStatus
-from agenticrun_operator.applying import without_reports
 from agenticrun_operator.cluster import KubeClient, connect
 from agenticrun_operator.errors import ClusterError, Denied, Refused, TooLarge, WebhookUnavailable
+from agenticrun_operator.planning import Plan
 from agenticrun_operator.resources import Event, Manifest
 from control_plane import control_plane
 from runs import run_with
@@ -158,6 +158,6 @@ async def test_a_status_with_a_bad_value_is_refused_and_stored_without_what_pods
     run = await the_run(kube)
     with pytest.raises(Refused):
         await kube.write_status(run, status)
-    stored = await kube.write_status(run, without_reports(status, AgenticRunStatus()))
+    stored = await kube.write_status(run, Plan(status=status).without_reports(AgenticRunStatus()))
     assert stored["status"]["phase"] == "Running"
     assert "checkpoint" not in stored["status"]

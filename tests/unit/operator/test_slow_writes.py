@@ -16,7 +16,6 @@ from prometheus_client import REGISTRY
 
 from agenticrun_api import AgenticRunStatus, ConditionType, Phase
 from agenticrun_api.status import CheckpointStatus, JobStatus
-from agenticrun_operator.applying import without_reports
 from agenticrun_operator.errors import (
     ClusterError,
     Conflict,
@@ -27,6 +26,7 @@ from agenticrun_operator.errors import (
     Unanswered,
     WebhookUnavailable,
 )
+from agenticrun_operator.planning import Plan
 from agenticrun_operator.reconcile_workers import ReconcileWorkers
 from agenticrun_operator.slow_writes import PATIENCE_SECONDS, Budget, SlowWrites
 from agenticrun_operator.workqueue import Item, WorkQueue
@@ -415,7 +415,7 @@ def test_what_decides_survives_without_the_texts() -> None:
     job = JobStatus(attempt=2, submission_id="s-2", status="\U0001f917", disruption="\U0001f917")
     status = AgenticRunStatus(phase=Phase.RUNNING, job=job, disruptions=3, log_tail="\U0001f917")
     stored = AgenticRunStatus(step=4, job=JobStatus(attempt=1, submission_id="s-1", version="1"))
-    reduced = without_reports(status, stored)
+    reduced = Plan(status=status).without_reports(stored)
     assert not has_emoji(reduced.to_dict())
     assert reduced.job
     assert (reduced.job.attempt, reduced.job.submission_id, reduced.job.version) == (2, "s-2", None)
