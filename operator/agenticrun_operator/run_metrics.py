@@ -76,7 +76,7 @@ class Totals:
         Args:
             before: the status that the last look left.
             run: the run now.
-            pods: its pods. Those that have a node and have not ended hold their GPUs.
+            pods: its pods. The pods that have a node and have not ended hold their GPUs.
             seen: the progress snapshot of its newest attempt.
             now: the current time.
         """

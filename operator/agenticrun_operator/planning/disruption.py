@@ -1,4 +1,4 @@
-"""What the platform has done to an attempt: its head was replaced, a pod was taken.
+"""Acts of the platform on an attempt: its head was replaced, a pod was taken.
 
 The operator itself deletes only whole RayClusters, so a pod that goes alone was taken by others.
 """

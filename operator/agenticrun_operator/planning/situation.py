@@ -32,7 +32,7 @@ _REASONS = {
 
 
 class Situation(Enum):
-    """What a run does that need not release its pods."""
+    """The state of a run that need not release its pods."""
 
     DELETED = "it is being deleted, and a finalizer holds it"
     ENDED = "it has succeeded or failed"
@@ -69,7 +69,7 @@ class Cause:
 
     @property
     def status(self) -> StopStatus:
-        """What the status remembers of the stop."""
+        """The stop as the status remembers it."""
         return StopStatus(cause=self.kind, since=times.format_time(self.since))
 
 
