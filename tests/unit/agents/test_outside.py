@@ -372,6 +372,7 @@ MESSAGES: list[tuple[Any, str]] = [
         "messages[0].content[0]",
     ),
     ([{"role": "user", "content": "?", "name": "me"}], "messages[0].name"),
+    ([{"role": "user", "content": "?", "own": {"name": "me"}}], "messages[0].own"),
     ([{"role": "tool", "content": "2"}], "messages[0].tool_call_id"),
     ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0]"),
 ]
@@ -394,6 +395,15 @@ async def test_parts_of_text_and_developers_are_understood() -> None:
     assert "<|im_start|>system\nD<|im_end|>\n<|im_start|>user\nxy<|im_end|>" in CHAT.shown(
         policy.asked[0][0].prompt_tokens
     )
+
+
+async def test_what_a_client_adds_to_a_received_message_may_be_empty() -> None:
+    """litellm gives it `provider_specific_fields`, and agents send it back."""
+    added = {"function_call": None, "provider_specific_fields": {"refusal": None}}
+    said = {"role": "assistant", "content": "a", **added}
+    policy = Says(["b"])
+    await session(policy).chat({"model": "policy", "messages": [user("?"), said, user("So?")]})
+    assert "assistant\na<|im_end|>" in CHAT.shown(policy.asked[0][0].prompt_tokens)
 
 
 async def test_a_seed_gives_the_same_answer_again_but_not_to_another_member() -> None:

@@ -68,8 +68,11 @@ KEYS = {
 }
 """Keys besides `role` that a message of each role may have.
 
-Empty values of other keys are accepted, because clients send received messages back.
+Empty values of other keys are accepted, because clients send received messages back. litellm adds
+an object to them whose values are empty.
 """
+
+EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
 SAME_ROLE = {"developer": "system"}
 """Newer role names of OpenAI, with the older names that chat templates know."""
@@ -179,7 +182,8 @@ def _message(value: Any, path: str) -> ChatMessage:
     if role not in KEYS:
         raise refused(path, f"the role must be one of {', '.join([*KEYS, *SAME_ROLE])}")
     for key, said in value.items():
-        if key != "role" and key not in KEYS[role] and said not in (None, [], {}, ""):
+        inner = list(said.values()) if isinstance(said, Mapping) else [said]
+        if key != "role" and key not in KEYS[role] and any(each not in EMPTY for each in inner):
             raise refused(
                 f"{path}.{key}", f"is not supported in a message of role {role} here: leave it out"
             )
