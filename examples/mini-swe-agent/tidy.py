@@ -1,19 +1,33 @@
 """mini-swe-agent, a terminal agent: the policy deletes files with shell commands.
 
-`python tidy.py`, with mini-swe-agent installed, plays one episode. The run starts it for each
-episode (`agent.config.command`) in a Python environment of its own: mini-swe-agent needs another
-version of openai than the run.
+`run: tidy:play` calls it with the base_url of the policy.
 """
 
-import json
 import os
 import random
+import ssl
 import tempfile
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
+
+from openai import DefaultHttpxClient
+
+# Read when mini-swe-agent and litellm are imported, or ask a model.
+os.environ |= {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # litellm would download a list of prices
+    "LITELLM_LOG": "ERROR",  # else it prints two lines for each request
+    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # the run repeats episodes that fail
+    "MSWEA_SILENT_STARTUP": "1",
+}
+import litellm
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.environments.local import LocalEnvironment
+from minisweagent.models.litellm_model import LitellmModel
 
 FILES = ("red", "green", "blue")
+
+litellm.client_session = DefaultHttpxClient(verify=ssl.create_default_context())
+"""Shared by all episodes: each would read the certificates again, which takes 50 ms."""
 
 
 class Folder:
@@ -26,7 +40,7 @@ class Folder:
         return random.Random(seed).choice(FILES)
 
     def step(self, action: str) -> None:
-        raise NotImplementedError("the agent posts its reward")
+        raise NotImplementedError("the agent returns its reward")
 
     def valid_actions(self) -> list[str]:
         """Return answers for the warm-up, which lets the agent play with random ones."""
@@ -34,20 +48,17 @@ class Folder:
         return [call % file for file in FILES]
 
     def vocabulary(self) -> list[str]:
-        return [*self.valid_actions(), *FILES, "bash(command)\n", "done", "failed"]
+        texts = [self.instruction, "bash(command)\n", "done", "failed"]
+        return [*self.valid_actions(), *FILES, *texts]
 
 
-def play(task: dict[str, Any]) -> float:
-    """Play an episode with the policy at OPENAI_BASE_URL, and return its reward."""
-    from minisweagent.agents.default import DefaultAgent
-    from minisweagent.environments.local import LocalEnvironment
-    from minisweagent.models.litellm_model import LitellmModel
-
+def play(base_url: str, task: Any) -> float:
     with tempfile.TemporaryDirectory() as folder:
         for file in FILES:
             Path(folder, file).touch()
         model = LitellmModel(
-            model_name=f"openai/{task['model']}",
+            model_name=f"openai/{task.model}",
+            model_kwargs={"api_base": base_url, "api_key": task.api_key},
             cost_tracking="ignore_errors",
             observation_template="{{ 'failed' if output.returncode else 'done' }}",
             format_error_template="failed",
@@ -55,24 +66,9 @@ def play(task: dict[str, Any]) -> float:
         agent = DefaultAgent(
             model,
             LocalEnvironment(cwd=folder),
-            system_template=task["instruction"],
+            system_template=task.instruction,
             instance_template="{{task}}",
             step_limit=2,
         )
-        agent.run(task["observation"])
-        return float(os.listdir(folder) == [task["observation"]])
-
-
-if __name__ == "__main__":
-    os.environ |= {
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # litellm would download a list of prices
-        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # the run repeats episodes that fail
-        "MSWEA_SILENT_STARTUP": "1",
-    }
-    reward = json.dumps({"reward": play(json.loads(os.environ["AGENTICRUN_TASK"]))}).encode()
-    headers = {
-        "Content-Type": "application/json",
-        "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
-    }
-    with urlopen(Request(os.environ["AGENTICRUN_REWARD_URL"], reward, headers)):
-        pass
+        agent.run(task.observation)
+        return float(os.listdir(folder) == [task.observation])

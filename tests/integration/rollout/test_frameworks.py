@@ -25,7 +25,7 @@ LOG, SAMPLES = "run.log", "samples/step-1.txt"
     ("name", "module", "shown"),
     [
         ("langgraph", "langgraph", {LOG: "/v1/chat/completions"}),
-        ("mini-swe-agent", "minisweagent", {}),  # its own log is not the run's
+        ("mini-swe-agent", "minisweagent", {LOG: "/v1/chat/completions"}),
         # A model that has learned nothing leaves the format of its answers, so they have drafts.
         ("openai-agents", "agents", {LOG: "/v1/responses", SAMPLES: "not valid"}),
         ("pydantic-ai", "pydantic_ai", {LOG: "/v1/chat/completions"}),
@@ -37,23 +37,20 @@ def test_the_example_trains_a_step(
     module: str,
     shown: dict[str, str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A package that our environment does not have lies behind it, as `code.pip` installs it."""
     example = EXAMPLES / name
     (env,) = load_run(example / "agenticrun.yaml").spec.pipeline.envs
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     path = [str(example), *filter(None, sys.path)]
     if find_spec(module) is None:
-        program = env.agent.config.get("command")  # has an environment of its own
-        python = program[:-1] if program else uv_python(example / "requirements.txt")
+        python = uv_python(example / "requirements.txt")
         found = subprocess.run(
             [*python, "-W", "ignore", "-c", f"import {module}; print({module}.__path__[0])"],
             capture_output=True,
             text=True,
         )
         assert found.returncode == 0, found.stderr
-        path += [] if program else [str(Path(found.stdout.splitlines()[-1]).parent)]
+        path.append(str(Path(found.stdout.splitlines()[-1]).parent))
     changes = {
         "maxSteps": 1,
         "warmup.steps": 1,

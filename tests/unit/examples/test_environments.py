@@ -62,7 +62,7 @@ WITH_PACKAGES = sorted(
 )
 
 
-MODULES = {"pydantic-ai-slim[openai]": "pydantic_ai"}
+MODULES = {"mini-swe-agent": "minisweagent", "pydantic-ai-slim[openai]": "pydantic_ai"}
 """Distributions whose module has another name, which nothing says before they are installed."""
 
 
