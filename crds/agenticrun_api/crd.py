@@ -167,7 +167,11 @@ def _structural(node: dict[str, Any], defs: dict[str, Any], model: type | None) 
 
 def _declared(node: dict[str, Any], defs: dict[str, Any], model: type | None) -> dict[str, Any]:
     """Return the part of a structural schema that declares the fields of an object."""
-    fields = _field_types(model)
+    fields: dict[str, type | None] = {}
+    if isinstance(model, type) and issubclass(model, Model):
+        fields = {
+            info.alias or name: _plain(info.annotation) for name, info in model.model_fields.items()
+        }
     out: dict[str, Any] = {
         "properties": {
             name: _structural(child, defs, fields.get(name))
@@ -197,14 +201,6 @@ def _validations(model: type) -> dict[str, Any]:
         for rule in getattr(model, "RULES", ())
     ]
     return {"x-kubernetes-validations": rules} if rules else {}
-
-
-def _field_types(model: type | None) -> dict[str, type | None]:
-    if not (isinstance(model, type) and issubclass(model, Model)):
-        return {}
-    return {
-        info.alias or name: _plain(info.annotation) for name, info in model.model_fields.items()
-    }
 
 
 def _plain(annotation: Any) -> Any:

@@ -175,15 +175,15 @@ def repair_status(document: Any) -> AgenticRunStatus:
         if document is given:
             document = copy.deepcopy(given)
         # In reverse order: children before parents, and list items from the end.
-        for *way, last in sorted(paths, key=_sortable, reverse=True):
+        in_order = sorted(
+            paths,
+            key=lambda path: [f"{part:09}" if isinstance(part, int) else part for part in path],
+        )
+        for *way, last in reversed(in_order):
             place: Any = document
             for part in way:
                 place = place[part]
             del place[last]
-
-
-def _sortable(path: tuple[int | str, ...]) -> list[str]:
-    return [f"{part:09}" if isinstance(part, int) else part for part in path]
 
 
 def parse(model: type[M], document: Any, context: dict[str, Any] | None = None) -> M:

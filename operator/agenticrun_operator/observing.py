@@ -179,7 +179,10 @@ class Observer:
                 children, fresh = dict(known.children), False
                 missing_code = known.missing_code
             else:
-                children = await self._all_children(run)
+                wanted = [*resources.mounted_names(run)]
+                wanted += filter(None, [resources.users_claim_of(run)])
+                existing = await self._get_all(namespace, wanted)
+                children = dict(zip(wanted, existing, strict=True))
                 code = resources.code_config_map(run)
                 if code and await self._kube.get(code.kind, namespace, code.name) is None:
                     missing_code = code.name
@@ -358,11 +361,6 @@ class Observer:
         except errors.NotServed as error:
             return error
 
-    async def _all_children(self, run: AgenticRun) -> dict[Child, Manifest | None]:
-        wanted = [*resources.mounted_names(run), *filter(None, [resources.users_claim_of(run)])]
-        found = await self._get_all(run.metadata.namespace, wanted)
-        return dict(zip(wanted, found, strict=True))
-
     async def _get_all(self, namespace: str, wanted: list[Child]) -> list[Manifest | None]:
         return await asyncio.gather(
             *(self._kube.get(child.kind, namespace, child.name) for child in wanted)
@@ -439,23 +437,30 @@ class Observer:
             pods=self._own_pods(run, pods, cluster, cluster_known=True),
         )
 
-    def _with_passing(self, pod: Pod) -> Pod:
-        """Return the pod with the problem that has not passed in its time."""
-        if pod.passing is None or self._clock() < times.parse_time(pod.passing.counts_from):
-            return pod
-        return replace(pod, problem=pod.problem or pod.passing.problem)
-
     async def _with_reasons(self, run: AgenticRun, pods: tuple[Pod, ...]) -> tuple[Pod, ...]:
         """Add problems that count only after a time, and what no field of a pod says.
 
         The events are read of the first pod of each role that its node cannot prepare: a Secret
         that does not exist, for example, is in no field of the pod that waits for it.
         """
+        now = self._clock()
         if any(pod.passing for pod in pods):
             # Only here, with a clock, does it show that a problem which usually passes has not.
-            pods = tuple(self._with_passing(pod) for pod in pods)
-        preparing = [pod for pod in pods if pod.preparing_since is not None]
-        stuck = {pod.role: pod for pod in reversed(preparing) if self._is_stuck(pod)}
+            pods = tuple(
+                replace(pod, problem=pod.problem or pod.passing.problem)
+                if pod.passing and now >= times.parse_time(pod.passing.counts_from)
+                else pod
+                for pod in pods
+            )
+        long_ago = now - timedelta(seconds=PREPARING_SECONDS)
+        stuck = {
+            pod.role: pod
+            for pod in reversed(pods)
+            if pod.preparing_since is not None
+            and times.parse_time(pod.preparing_since) <= long_ago
+            and pod.problem is None
+            and not pod.deleting
+        }
         if not stuck:
             return pods
         problems = await asyncio.gather(
@@ -465,12 +470,6 @@ class Observer:
         return tuple(
             replace(pod, problem=found[pod.uid]) if pod.uid in found else pod for pod in pods
         )
-
-    def _is_stuck(self, pod: Pod) -> bool:
-        if pod.preparing_since is None or pod.problem is not None or pod.deleting:
-            return False
-        age = self._clock() - times.parse_time(pod.preparing_since)
-        return age.total_seconds() >= PREPARING_SECONDS
 
     async def _read_problem(self, namespace: str, pod: Pod) -> Problem | None:
         denied = self._events_denied.pop(namespace, None)

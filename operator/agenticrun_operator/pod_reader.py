@@ -473,8 +473,13 @@ def _unready(pod: Manifest) -> PassingProblem | None:
     if not any(since):
         return None
     if unready:
-        named = ", ".join(map(_with_restarts, unready))
-        problem = Problem(Reason.CONTAINER_NOT_READY, f"container {named} is not ready")
+        named = []
+        for item in unready:
+            restarts = item.get("restartCount", 0)
+            often = "once" if restarts == 1 else f"{restarts} times"
+            named.append(f"{item['name']} (restarted {often})" if restarts else item["name"])
+        message = f"container {', '.join(named)} is not ready"
+        problem = Problem(Reason.CONTAINER_NOT_READY, message)
     elif running and (gates := _closed_gates(pod)):
         problem = Problem(
             Reason.CONTAINER_NOT_READY,
@@ -483,12 +488,6 @@ def _unready(pod: Manifest) -> PassingProblem | None:
     else:
         return None
     return PassingProblem(problem, _later(max(since), UNREADY_SECONDS))
-
-
-def _with_restarts(container: Manifest) -> str:
-    restarts = container.get("restartCount", 0)
-    times = "once" if restarts == 1 else f"{restarts} times"
-    return f"{container['name']} (restarted {times})" if restarts else str(container["name"])
 
 
 def _preparing_since(pod: Manifest) -> str | None:

@@ -135,22 +135,18 @@ class ReconcileWorkers:
     async def _work(self, item: Item) -> None:
         try:
             with about_run(*item.key):
-                delay = await self._reconcile_or_back_off(item)
+                try:
+                    delay = await self._reconcile(item)
+                    self._failures.pop(item.key, None)
+                    metrics.RECONCILES.labels(result="ok").inc()
+                except Exception as error:  # an error in one run must not end the operator
+                    delay = self._back_off(item.key, error)
         finally:
             metrics.RECONCILE_SECONDS.observe(time.perf_counter() - self._began.pop(item.key))
             # Before the delay is added: `done` queues again what changed during the look.
             self._queue.done(item.key)
         if delay is not None:
             self._queue.add_after(item.key, delay * random.uniform(1 - JITTER, 1 + JITTER))
-
-    async def _reconcile_or_back_off(self, item: Item) -> float | None:
-        try:
-            delay = await self._reconcile(item)
-        except Exception as error:  # an error in one run must not end the operator
-            return self._back_off(item.key, error)
-        self._failures.pop(item.key, None)
-        metrics.RECONCILES.labels(result="ok").inc()
-        return delay
 
     def _back_off(self, key: Key, error: Exception) -> float:
         failures = self._failures[key] = self._failures.get(key, 0) + 1

@@ -200,8 +200,13 @@ class Reconciler:
             Seconds until the next look if no watch event comes earlier, or None for no next look.
         """
         key = item.key
-        if (ended := self._ended.get(key)) and self._stays(key, ended):
-            return (ended.next_look - self._clock()).total_seconds() if ended.next_look else None
+        if ended := self._ended.get(key):
+            left = None
+            if ended.next_look:
+                left = (ended.next_look - self._clock()).total_seconds()
+            due = left is not None and left <= 0
+            if self.is_current(key) and not self._watched.children_may_exist(key) and not due:
+                return left
         conflicts = self._conflicts.get(key, 0)
         cached = self._cache.get(key)
         # After a change, a silent head may answer again, so it is asked at once.
@@ -222,11 +227,6 @@ class Reconciler:
         self._conflicts.pop(key, None)
         self._release(key, delay)
         return delay
-
-    def _stays(self, key: Key, ended: _Ended) -> bool:
-        """Return True if there is nothing to do for a run that has ended."""
-        due = ended.next_look is not None and self._clock() >= ended.next_look
-        return self.is_current(key) and not self._watched.children_may_exist(key) and not due
 
     def _release(self, key: Key, delay: float | None) -> None:
         """Keep only the metrics of a run that has ended and has no RayCluster and no pods.
@@ -313,7 +313,8 @@ class Reconciler:
         None if there is nothing to reconcile.
         """
         before = self._cache.get(key)
-        if before and not (again or fresh or self._is_stale(before)):
+        trains = before and before.run.status.phase is Phase.RUNNING
+        if before and trains and not (again or fresh) and self._age(before.looked_at) <= 0:
             return before, False
         current = before is not None and not fresh and self.is_current(key)
         if before and current:
@@ -357,9 +358,6 @@ class Reconciler:
         )
         self._cache[key] = cached
         return cached, objects.fresh and not current
-
-    def _is_stale(self, cached: RunCache) -> bool:
-        return cached.run.status.phase is not Phase.RUNNING or self._age(cached.looked_at) > 0
 
     def _knows_children(self, cached: RunCache, run: AgenticRun) -> bool:
         """Return True if the children beside the RayCluster were there a moment ago, and in order.

@@ -189,16 +189,6 @@ def _conditions(state: RunState) -> Samples:
             yield (intern(item.type), intern(item.status), intern(item.reason)), 1.0
 
 
-def _step_metrics(state: RunState) -> Samples:
-    found = state.progress.metrics if state.progress else {}
-    return [((name,), found[name]) for name in STEP_METRICS if name in found]
-
-
-def _phase_seconds(state: RunState) -> Samples:
-    found = state.totals.phase_seconds if state.totals else {}
-    return [((phase,), seconds) for phase, seconds in found.items()]
-
-
 def _unsaved_steps(state: RunState) -> Samples:
     """Return the steps since the newest checkpoint, of a run that saves checkpoints."""
     if state.ended or not state.save_steps:
@@ -316,7 +306,11 @@ SERIES = (
     Series(
         "agenticrun_run_phase_seconds",
         "Time in each phase. In Queued, it waits in its queue.",
-        _phase_seconds,
+        lambda state: (
+            [((phase,), seconds) for phase, seconds in state.totals.phase_seconds.items()]
+            if state.totals
+            else ()
+        ),
         ("phase",),
         counter=True,
     ),
@@ -359,7 +353,15 @@ SERIES = (
     Series(
         "agenticrun_run_metric",
         "A metric of the newest step, by its name in docs/metrics.md.",
-        _step_metrics,
+        lambda state: (
+            [
+                ((name,), state.progress.metrics[name])
+                for name in STEP_METRICS
+                if name in state.progress.metrics
+            ]
+            if state.progress
+            else ()
+        ),
         ("name",),
     ),
 )

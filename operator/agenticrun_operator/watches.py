@@ -123,7 +123,11 @@ class Watch:
         while True:
             try:
                 if self._version is None:
-                    await self._list()
+                    where = (self._kind, self._namespace, self._label)
+                    objects, version = await self._client.list_objects(*where)
+                    # The version is set last: if the cache raises, the next try lists again.
+                    self._cache.listed(self._namespace, objects)
+                    self._version = version
                 await self._follow()
                 self._failures = 0  # it ended at its time
                 await asyncio.sleep(FIRST_RETRY_SECONDS)  # not in a tight loop
@@ -149,18 +153,16 @@ class Watch:
             # Jittered: all watches of all namespaces lose the apiserver together.
             await asyncio.sleep(delay * random.uniform(1 - JITTER, 1 + JITTER))
 
-    async def _list(self) -> None:
-        objects, version = await self._client.list_objects(self._kind, self._namespace, self._label)
-        # The version is set last: if the cache raises, the next try lists again.
-        self._cache.listed(self._namespace, objects)
-        self._version = version
-
     async def _follow(self) -> None:
         """Watch from the newest version that was seen, until the watch ends."""
         assert self._version is not None
         where = (self._kind, self._namespace, self._label)
         async with self._client.watch_objects(*where, self._version) as events:
-            self._note_up()
+            if self._trouble:
+                log.info("watch %s works again", self.name)
+            self._trouble = ""
+            self._note_contact()
+            metrics.WATCHES_DOWN.labels(**self._labels).set(0)
             self._cache.resumed(self._namespace)
             async for kind, item in events:
                 # Only an event shows that the watch works: an apiserver may accept and end it at
@@ -173,13 +175,6 @@ class Watch:
                     self._cache.put(item)
                 # Bookmarks bring newer versions too, so a quiet watch does not expire.
                 self._version = item["metadata"]["resourceVersion"]
-
-    def _note_up(self) -> None:
-        if self._trouble:
-            log.info("watch %s works again", self.name)
-        self._trouble = ""
-        self._note_contact()
-        metrics.WATCHES_DOWN.labels(**self._labels).set(0)
 
     def _note_contact(self) -> None:
         metrics.WATCH_CONTACT.labels(**self._labels).set_to_current_time()

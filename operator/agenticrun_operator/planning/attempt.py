@@ -475,26 +475,20 @@ def _follow_ended(state: State, seen: Job) -> Verdict:
     if final is None and _waits_for_report(state):
         return Continues(_report_awaited(state))
     if final is None and seen.status == "SUCCEEDED":
-        return _conclude_without_report(state)
+        # Exit code 0 alone means success only after the last step.
+        last, saved = state.run.spec.pipeline.max_steps, state.status.checkpoint
+        step = state.status.step or 0
+        if max(step, saved.step if saved else 0) >= last:
+            return Succeeded(f"the driver ended after the last step ({last})")
+        early = "without a final report and before the last step"
+        message = f"the driver ended with exit code 0, but {early}: step {step} of {last}"
+        return _over(state, Reason.DRIVER_FAILED, message)
     if final is None and seen.exit_code == names.ExitCode.STOPPED:
         message = "the driver stopped on request; its report is lost"
         return Over(Reason.STOPPED, message, stopped=True, disruption=state.job.disruption)
     retryable = seen.exit_code != names.ExitCode.INVALID_CONFIG
     reason = Reason.DRIVER_FAILED if retryable else Reason.INVALID_CONFIG
     return _over(state, reason, f"job {seen.status}: {seen.message}", retryable=retryable)
-
-
-def _conclude_without_report(state: State) -> Verdict:
-    """Decide whether exit code 0 alone means success: only after the last step."""
-    last, saved = state.run.spec.pipeline.max_steps, state.status.checkpoint
-    step = state.status.step or 0
-    if max(step, saved.step if saved else 0) >= last:
-        return Succeeded(f"the driver ended after the last step ({last})")
-    message = (
-        "the driver ended with exit code 0, but without a final report and before the last step: "
-        f"step {step} of {last}"
-    )
-    return _over(state, Reason.DRIVER_FAILED, message)
 
 
 def _poll_seconds(progress: Progress | None) -> float:

@@ -428,38 +428,32 @@ def provision(state: State) -> Result:
 
 
 def _begin(state: State) -> Result:
-    """Report what is known of a run that has no attempt yet."""
-    steps = state.run.spec.pipeline.max_steps
-    return Result(
+    """Report what is known of a run that has no attempt yet, and a claim that is used again."""
+    run, steps = state.run, state.run.spec.pipeline.max_steps
+    storage = resources.storage_of(run)
+    result = Result(
         fields={
             "max_steps": steps,
             "progress": f"0/{steps}",
-            "volume_claim": resources.checkpoint_claim_name(state.run),
+            "volume_claim": resources.checkpoint_claim_name(run),
         },
         conditions={
             ConditionType.COMPLETE: Said("False", Reason.NOT_FINISHED),
             ConditionType.FAILED: Said("False", Reason.NOT_FINISHED),
         },
-    ) | _report_reused_claim(state)
-
-
-def _report_reused_claim(state: State) -> Result:
-    checkpoint = resources.storage_of(state.run)
-    result = Result()
+    )
     for child, manifest in state.observed.children.items():
-        if checkpoint is None or manifest is None or not resources.is_retained(state.run, manifest):
+        if storage is None or manifest is None or not resources.is_retained(run, manifest):
             continue
-        if resources.made_by(state.run, manifest):
+        if resources.made_by(run, manifest):
             continue
-        fresh = checkpoint.resume in ("Auto", "Never")
-        start = (
-            "starts at step 0 (checkpoint.resume: FromPreviousRun continues from their newest one)"
-            if fresh
-            else f"resumes: {checkpoint.resume}"
-        )
+        start = f"resumes: {storage.resume}"
+        if storage.resume in ("Auto", "Never"):
+            other = "checkpoint.resume: FromPreviousRun continues from their newest one"
+            start = f"starts at step 0 ({other})"
         message = (
-            f"{child.kind} {child.name} holds checkpoints of earlier runs of this name; this run "
-            f"has a folder of its own there and {start}"
+            f"{child} holds checkpoints of earlier runs of this name; this run has a folder of its "
+            f"own there and {start}"
         )
         result |= Result(events=(note(Reason.CLAIM_REUSED, message),))
     return result

@@ -16,7 +16,7 @@ and queues: it tries again after a wait that doubles each time. The wait differs
 from __future__ import annotations
 
 import random
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from agenticrun_api import Activity, ConditionType, Phase, Reason, Role, names
@@ -126,7 +126,9 @@ def _is_given_up(state: State, cause: Cause) -> bool:
         return False
     asked = state.job.stop_requested_time
     if cause.kind is StopCause.QUEUE:
-        return state.seconds_since(_begin_of(cause, asked)) >= queueing.grace_seconds(state)
+        # Its time begins when it has taken the request.
+        began = max(cause.since, times.parse_time(asked)) if asked else cause.since
+        return state.seconds_since(began) >= queueing.grace_seconds(state)
     if asked is None or times.parse_time(asked) < cause.since:
         trouble = state.observed.job_trouble
         if trouble is None or not isinstance(trouble.action, RequestStop):
@@ -141,11 +143,6 @@ def _is_given_up(state: State, cause: Cause) -> bool:
     if progress.activity in _SAVES and (progress.silent_seconds or 0.0) <= SAVE_SILENCE_SECONDS:
         step = MAX_STEP_SECONDS
     return waited > grace + min(step, MAX_STEP_SECONDS)
-
-
-def _begin_of(cause: Cause, asked: str | None) -> datetime:
-    """Return when the time of a driver to stop has begun: when it took the request."""
-    return max(cause.since, times.parse_time(asked)) if asked else cause.since
 
 
 # -- without pods ----------------------------------------------------------------------------------
@@ -273,7 +270,12 @@ def check_startup(state: State) -> Result:
     since, problem = state.waiting_since, state.roles.problem
     if since is None or problem is None:
         return Result()
-    limit = _seconds_to_wait(state)
+    policy, problems = state.run.spec.failure_policy, [pod.problem for pod in state.pods]
+    limit = policy.startup_deadline_seconds
+    unplaced = any(found and found.reason is Reason.UNSCHEDULABLE for found in problems)
+    if policy.hold_seconds and unplaced and any(pod.node for pod in state.pods):
+        # Some hold what another run may wait for, and others find no node.
+        limit = min(policy.hold_seconds, limit)
     left = limit - state.seconds_since(since)
     if left > 0:
         return Result(look_after=left)
@@ -282,20 +284,6 @@ def check_startup(state: State) -> Result:
     if state.status.job is None and of_the_run:
         return fail(state, Reason.STARTUP_DEADLINE_EXCEEDED, late)
     return _give_back(state, Reason.STARTUP_DEADLINE_EXCEEDED, late)
-
-
-def _seconds_to_wait(state: State) -> int:
-    """Return the time that the pods have to become ready.
-
-    It may be shorter while some of them hold what another run may wait for, and others find no
-    node.
-    """
-    policy, problems = state.run.spec.failure_policy, [pod.problem for pod in state.pods]
-    halved = any(pod.node for pod in state.pods) and any(
-        problem is not None and problem.reason is Reason.UNSCHEDULABLE for problem in problems
-    )
-    hold = policy.hold_seconds if halved else None
-    return min(hold or policy.startup_deadline_seconds, policy.startup_deadline_seconds)
 
 
 def _check_head(state: State) -> Result:

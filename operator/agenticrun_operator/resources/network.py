@@ -61,7 +61,12 @@ def network_policies(run: AgenticRun, operator_namespace: str) -> tuple[Manifest
         ingress = clients(role)
         egress = next((limit for limit in network.egress if limit.role is role), None)
         if role is Role.DRIVER:
-            ingress.insert(0, _from_operator(operator_namespace))
+            operator = {
+                "namespaceSelector": {"matchLabels": {LABEL_NAMESPACE: operator_namespace}},
+                "podSelector": {"matchLabels": OPERATOR_LABELS},
+            }
+            ports = [{"protocol": "TCP", "port": port} for port in (DASHBOARD_PORT, REPORTER_PORT)]
+            ingress.insert(0, {"from": [operator], "ports": ports})
         if ingress or egress:
             found.append(_policy(run, role, ingress, egress))
     return tuple(found)
@@ -98,15 +103,6 @@ def _policy(
 
 def _own_pods(run: AgenticRun) -> Manifest:
     return {"podSelector": {"matchLabels": {LABEL_RUN_UID: run.metadata.uid}}}
-
-
-def _from_operator(namespace: str) -> Manifest:
-    peer = {
-        "namespaceSelector": {"matchLabels": {LABEL_NAMESPACE: namespace}},
-        "podSelector": {"matchLabels": OPERATOR_LABELS},
-    }
-    ports = [{"protocol": "TCP", "port": port} for port in (DASHBOARD_PORT, REPORTER_PORT)]
-    return {"from": [peer], "ports": ports}
 
 
 def _rule(direction: str, peers: list[Manifest], ports: Iterable[int]) -> Manifest:

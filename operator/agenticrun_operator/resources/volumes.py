@@ -50,27 +50,13 @@ def storage_of(run: AgenticRun) -> Checkpoint | None:
     A run that names none gets a claim of the default StorageClass, if the size of its model is
     known.
     """
-    return _default_storage(run) or run.spec.storage
-
-
-def _default_storage(run: AgenticRun) -> Checkpoint | None:
-    """Return the storage with the claim that a run gets if it names none; None if it gets none."""
-    size = run.spec.max_checkpoint_bytes
+    size, storage = run.spec.max_checkpoint_bytes, run.spec.storage
     if size is None or not run.spec.gets_default_claim:
-        return None
-    storage = run.spec.storage or Checkpoint()
-    claim = VolumeClaim(size=_default_size(size, storage.keep))
-    return storage.model_copy(update={"volume_claim": claim})
-
-
-def _default_size(checkpoint: int, keep: int) -> str:
-    """Return the size of a claim: the checkpoints to keep, the one being written, and metrics.
-
-    Args:
-        checkpoint: the size of one, in bytes.
-        keep: the number of checkpoints to keep.
-    """
-    return f"{1 + math.ceil((keep + 1) * checkpoint / 2**30)}Gi"
+        return storage
+    storage = storage or Checkpoint()
+    # The checkpoints to keep, the one being written, and metrics.
+    gibibytes = 1 + math.ceil((storage.keep + 1) * size / 2**30)
+    return storage.model_copy(update={"volume_claim": VolumeClaim(size=f"{gibibytes}Gi")})
 
 
 def pod_volumes(run: AgenticRun, role: Role, tokens: str) -> tuple[Mounted, ...]:
@@ -81,7 +67,11 @@ def pod_volumes(run: AgenticRun, role: Role, tokens: str) -> tuple[Mounted, ...]
         role: the role.
         tokens: the name of the Secret with the run's tokens.
     """
-    volumes = [_shared_memory(run, role), _mounted("work", WORK_DIR, {"emptyDir": {}})]
+    memory = {"medium": "Memory", "sizeLimit": run.spec.roles.of(role).shm_size}
+    volumes = [
+        _mounted("shared-memory", "/dev/shm", {"emptyDir": memory}),
+        _mounted("work", WORK_DIR, {"emptyDir": {}}),
+    ]
     if role is Role.DRIVER:
         token = {
             "secretName": tokens,
@@ -114,13 +104,6 @@ def pod_volumes(run: AgenticRun, role: Role, tokens: str) -> tuple[Mounted, ...]
         source = {"persistentVolumeClaim": {"claimName": claim_name(run)}}
         volumes.append(_mounted("checkpoints", CHECKPOINT_DIR, source))
     return tuple(volumes)
-
-
-def _shared_memory(run: AgenticRun, role: Role) -> Mounted:
-    size = run.spec.roles.of(role).shm_size
-    return _mounted(
-        "shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
-    )
 
 
 def _mounted(name: str, path: str, source: Manifest, read_only: bool = False) -> Mounted:
