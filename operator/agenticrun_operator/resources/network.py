@@ -7,7 +7,6 @@ They exist before the RayCluster, so that no pod is open until they are there.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 
 from agenticrun_api import AgenticRun, Role
@@ -168,7 +167,7 @@ def corrected_policies(wanted: Iterable[Manifest], found: Iterable[Manifest]) ->
         right = by_name.get(policy["metadata"]["name"])
         if right is None:
             continue
-        metadata = copy.deepcopy(policy["metadata"])
+        metadata = dict(policy["metadata"])
         metadata["labels"] = (metadata.get("labels") or {}) | right["metadata"]["labels"]
         if not controller(policy):
             owners = metadata.get("ownerReferences") or []

@@ -253,9 +253,11 @@ def test_objects_for_prometheus_and_grafana_are_made_if_wanted(cluster: Cluster)
     objects = render(
         cluster,
         release=release,
+        watchNamespaces=["team"],
         metrics={
             "port": 9191,
             "serviceMonitor": {"enabled": True, "labels": {"release": "kps"}, "interval": "15s"},
+            "podMonitor": {"enabled": True, "keep": "ray_.+"},
             "prometheusRule": {"enabled": True, "docsUrl": "https://docs.example/"},
             "dashboard": {"enabled": True},
         },
@@ -265,6 +267,11 @@ def test_objects_for_prometheus_and_grafana_are_made_if_wanted(cluster: Cluster)
     service = objects["Service", NAMESPACE, f"{release}-metrics"]
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     assert wanted <= service["metadata"]["labels"].items(), "it selects the Service"
+    engines = objects["PodMonitor", NAMESPACE, release]["spec"]
+    assert engines["namespaceSelector"] == {"matchNames": ["team"]}
+    (scraped,) = engines["podMetricsEndpoints"]
+    assert (scraped["port"], scraped["interval"]) == ("metrics", "30s")
+    assert scraped["metricRelabelings"][0]["regex"] == "ray_.+"
     (endpoint,) = monitor["spec"]["endpoints"]
     assert endpoint == {"port": "metrics", "honorLabels": True, "interval": "15s"}
     assert service["spec"]["ports"][0]["name"] == "metrics"

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,11 @@ from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.reporting.run_folder import RunFolder
 from agenticrun_workers.rollout.recording import Recording
 from agenticrun_workers.types import Stream
+from engine_checks import ask, prompt
+from tiny_model import tiny_model
 from tiny_runs import InProcessAttempt, TinyAttempt, tiny_document, tiny_run
 from traces import durations, processes, read_trace
+from waiting import eventually_in_loop
 
 pytestmark = pytest.mark.usefixtures("ray_node")
 
@@ -307,6 +311,32 @@ async def test_an_engine_that_cannot_read_its_model_says_that_the_model_is_the_c
     engine = RayLauncher().start(ActorOptions(max_concurrency=2), EngineActor, "engine")
     with pytest.raises(UnusableModel, match=str(tmp_path)):  # `EnginePool` names the field
         await engine.call(lambda actor: actor.start(pipeline, ModelSource(str(tmp_path)), 1))
+    engine.kill()
+
+
+async def test_prometheus_can_read_the_load_of_an_engine_at_the_address_of_its_pod(
+    tmp_path: Path,
+) -> None:
+    model = ModelSource(str(tiny_model(tmp_path)))
+    engine = RayLauncher().start(ActorOptions(max_concurrency=2), EngineActor, "engine-7")
+    await engine.call(lambda actor: actor.start(tiny_run().spec.pipeline, model, 1))
+    request = ask(prompt(5), new=6)
+    (generation,) = await engine.call(lambda actor: actor.sample([request]))
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+
+    def shown() -> dict[str, float]:
+        lines = urllib.request.urlopen(url).read().decode().splitlines()
+        own = [line.rpartition(" ") for line in lines if 'engine="engine-7"' in line]
+        return {name.partition("{")[0]: float(value) for name, _, value in own}
+
+    tokens = "ray_agenticrun_engine_generated_tokens_total"
+    await eventually_in_loop(lambda: tokens in shown(), 60, "Ray shows the load", interval=1.0)
+    found = shown()
+    assert found[tokens] == len(generation.tokens_T)
+    assert found["ray_agenticrun_engine_prompt_tokens_total"] == 5
+    assert found["ray_agenticrun_engine_running"] == 0 < found["ray_agenticrun_engine_seats"]
+    assert found["ray_agenticrun_engine_busy_seconds_total"] > 0
     engine.kill()
 
 

@@ -22,7 +22,7 @@ from agenticrun_workers.inference.engine import (
     SupportsBroadcast,
 )
 from agenticrun_workers.inference.request_port import Address, RequestPort
-from agenticrun_workers.launch import current_node
+from agenticrun_workers.launch import NodeMetrics, current_node
 from agenticrun_workers.launch.liveness import POLL_SECONDS
 from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.placement import Placement, current_placement
@@ -45,6 +45,27 @@ log = logging.getLogger(__name__)
 
 LOG_FOLDER = "AGENTICRUN_LOG_FOLDER"
 """Environment variable: folder for logs of engine servers. Default: Ray's, for its dashboard."""
+
+GAUGES = {
+    "agenticrun_engine_running": "Requests in computation.",
+    "agenticrun_engine_waiting": "Requests that wait for a seat.",
+    "agenticrun_engine_seats": "Largest number of requests that the engine computes at once.",
+    "agenticrun_engine_policy_version": "Version of the weights.",
+}
+COUNTERS = {
+    "agenticrun_engine_generated_tokens": "Sampled tokens.",
+    "agenticrun_engine_prompt_tokens": "Tokens of prompts.",
+    "agenticrun_engine_aborted_tokens": "Sampled tokens of aborted or restarted requests.",
+    "agenticrun_engine_busy_seconds": "Time with at least one request in computation.",
+    "agenticrun_engine_kv_used": "Sum over polls of the used share of the KV cache.",
+    "agenticrun_engine_kv_polls": "Polls of the KV cache.",
+}
+"""Metrics of an engine for Prometheus, which cannot reach its server on the loopback."""
+
+
+def _shown(stats: EngineStats) -> dict[str, float]:
+    names = (*GAUGES, *COUNTERS)
+    return {name: getattr(stats, name.removeprefix("agenticrun_engine_")) for name in names}
 
 
 def log_folder() -> Path:
@@ -320,12 +341,14 @@ class EngineActor(Traced):
         """Poll the engine until it fails, because a frozen engine fails no request."""
         logged = ""
         pace = Pace()
+        metrics = NodeMetrics({"engine": self._name}, GAUGES, COUNTERS)
         while not self._broken.done():
             await asyncio.sleep(POLL_SECONDS)
             try:
                 await self._serving.check_health()
                 stats = self._serving.stats()
                 self._port.seats = stats.seats
+                metrics.show(_shown(stats))
                 pace.check(stats)
             except EngineError as error:
                 self._record_failure(error)

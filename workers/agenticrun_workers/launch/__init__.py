@@ -9,7 +9,7 @@ from agenticrun_workers.launch.handle import (
     killed_on_error,
 )
 from agenticrun_workers.launch.launcher import ActorOptions, Launcher
-from agenticrun_workers.launch.node import Node, current_node
+from agenticrun_workers.launch.node import Node, NodeMetrics, current_node
 from agenticrun_workers.launch.packing import packed
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "ActorUnavailable",
     "Launcher",
     "Node",
+    "NodeMetrics",
     "OtherActorDied",
     "Result",
     "current_node",
