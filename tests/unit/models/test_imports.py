@@ -13,6 +13,7 @@ from agenticrun_workers.processes import quick_imports
 
 HEAVY = {"torch", "transformers", "datasets"}
 PROCESSES = {
+    "command for a run on a cluster": ("cli.app, driver.checkpoints", HEAVY | {"numba"}),
     "driver": ("driver.__main__, driver.local", HEAVY),
     "env worker": ("rollout.env_worker, models.tokenizer", HEAVY - {"transformers"}),
     "actor of a server": (

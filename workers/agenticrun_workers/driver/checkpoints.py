@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agenticrun_api import AgenticRun
 from agenticrun_api.names import WORK_DIR
@@ -34,7 +34,6 @@ from agenticrun_api.status import CheckpointStatus
 from agenticrun_api.version import __version__
 from agenticrun_workers.errors import InvalidConfig
 from agenticrun_workers.reporting.client import rfc3339
-from agenticrun_workers.rollout.controller import RolloutPosition
 from agenticrun_workers.storage import (
     MODULE_RECORD,
     DamagedFile,
@@ -42,6 +41,9 @@ from agenticrun_workers.storage import (
     Folder,
     UnusableStorage,
 )
+
+if TYPE_CHECKING:
+    from agenticrun_workers.rollout.controller import RolloutPosition
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +104,9 @@ class DriverState:
     @property
     def position(self) -> RolloutPosition:
         """The position at which rollout continues."""
+        # Commands that only look for checkpoints start without the rollout's libraries.
+        from agenticrun_workers.rollout.controller import RolloutPosition
+
         requeued = tuple(self.parts.get(REQUEUED, ()))  # absent before 0.2
         return RolloutPosition(self.next_group, self.again, requeued)
 

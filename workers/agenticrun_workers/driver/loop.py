@@ -302,7 +302,8 @@ class Loop:
             # After the last optimizer step, which reads the trajectories from the stores.
             await self._parts.actors.discard(batch.results)
         # Groups that the variance filter drops count with the groups that rollout has dropped.
-        return {**learned, "group/filtered": float(len(batch.groups) - len(groups))}
+        filtered = batch.counts.filtered + len(batch.groups) - len(groups)
+        return {**learned, "group/filtered": float(filtered)}
 
     async def _save_if_due(self) -> None:
         asked = self._parts.requests.take_checkpoint()

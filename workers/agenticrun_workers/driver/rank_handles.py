@@ -118,7 +118,7 @@ class RankHandles:
         """Load policy, reference and critic at the same time.
 
         Args:
-            places: of the policy's self.
+            places: of the policy's ranks.
 
         Returns:
             the share of each batch that each of the policy's ranks gets.

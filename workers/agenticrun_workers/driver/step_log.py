@@ -57,11 +57,10 @@ class StepLog:
         Args:
             step: completed training steps.
             batch: what it was trained on.
-            learned: the metrics of the training; its `group/filtered` is added to the batch's.
+            learned: the metrics of the training, which replace the batch's of the same name.
         """
         parts, pipeline = self._parts, self._parts.pipeline
         metrics = {**rollout_metrics(batch, step - 1), **learned}
-        metrics["group/filtered"] += float(batch.counts.filtered)
         metrics["rollout/truncated_sampling"] = float(
             pipeline.actor_infer.generating.allow_truncated_sampling
         )

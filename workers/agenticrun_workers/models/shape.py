@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from agenticrun_api import Role
 from agenticrun_workers.models.folder import ModelLoadError
-from agenticrun_workers.models.source import ModelSource
+from agenticrun_workers.models.source import ModelSource, ModelSources
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -279,6 +281,32 @@ def source_shape(source: ModelSource) -> ModelShape:
     with source.folder() as folder:
         config = load_config(folder, trust_remote_code=trust)
         return read_shape(config, source.path or "the run's own model", trust_remote_code=trust)
+
+
+Description = tuple[str, int, dict[Role, ModelShape]]
+"""Name and bytes of a GPU, and the shapes of a run's models."""
+
+
+def describe(device: torch.device, sources: ModelSources) -> Description | None:
+    """Return a GPU and the shapes of a run's models.
+
+    Returns:
+        None for another device, and for models that cannot be loaded.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return None
+    gpu = torch.cuda.get_device_properties(device)
+    try:
+        shapes = {
+            Role.TRAINER: source_shape(sources.policy),
+            Role.REFERENCE: source_shape(sources.reference),
+            Role.CRITIC: source_shape(sources.critic),
+        }
+    except ModelLoadError:
+        return None
+    return gpu.name, gpu.total_memory, shapes
 
 
 def read_shape(

@@ -33,8 +33,9 @@ from agenticrun_workers.trainer.rank import (
 from agenticrun_workers.types import EpisodeKey
 
 if TYPE_CHECKING:
+    from agenticrun_workers.models.shape import Description
     from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
-    from agenticrun_workers.trainer.rank_models import Description, RankModels
+    from agenticrun_workers.trainer.rank_models import RankModels
     from agenticrun_workers.trainer.reference import ReferencePolicy
 
 
@@ -68,11 +69,16 @@ class TrainerActor(PolicyExportMixin, ReferenceUpdateMixin):
         return make_model_files(model, corpus, self._pipeline.sequence_length)
 
     def describe(self, sources: ModelSources) -> Description | None:
-        """Return this rank's GPU and the models of the run; None without a GPU."""
-        with quick_imports():
-            from agenticrun_workers.trainer.rank_models import RankModels
+        """Return this rank's GPU and the models of the run.
 
-        return RankModels.describe(self._claim_device(), sources)
+        Returns:
+            None without a GPU, and for models that `setup` refuses.
+        """
+        # No more than this: the other ranks wait until it is known whether the run fits.
+        with quick_imports():
+            from agenticrun_workers.models.shape import describe
+
+        return describe(self._claim_device(), sources)
 
     def setup(self, sources: ModelSources, rendezvous: tuple[str, int], threads: int) -> int:
         """Join the other ranks and load the models.

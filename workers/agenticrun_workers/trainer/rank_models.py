@@ -1,16 +1,12 @@
-"""The models on a rank of the policy: what they will be, and how they are loaded."""
+"""The models on a rank of the policy, and how they are loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
 
-import torch
-
-from agenticrun_api import Pipeline, Role
+from agenticrun_api import Pipeline
 from agenticrun_workers.algorithms.token_advantages import TokenSpec
-from agenticrun_workers.models.folder import ModelLoadError
-from agenticrun_workers.models.shape import ModelShape, source_shape
 from agenticrun_workers.models.source import ModelSource, ModelSources
 from agenticrun_workers.trainer.actor_loss import LossSpec
 from agenticrun_workers.trainer.config_translation import (
@@ -24,9 +20,6 @@ from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
 from agenticrun_workers.trainer.rank import ACTOR, CRITIC, REFERENCE, RankModel
 from agenticrun_workers.trainer.reference import ReferencePolicy
 from agenticrun_workers.trainer.strategies import build_critic, build_reference, build_strategy
-
-Description = tuple[str, int, dict[Role, ModelShape]]
-"""Name and bytes of a GPU, and the shapes of the run's models."""
 
 
 @dataclass(frozen=True)
@@ -79,19 +72,3 @@ class RankModels:
             advantages=token_spec(pipeline),
             recomputes_old=needs_old_logprobs(pipeline),
         )
-
-    @staticmethod
-    def describe(device: torch.device, sources: ModelSources) -> Description | None:
-        """Return the GPU and the shapes of the models; None for models that `load` refuses."""
-        if device.type != "cuda":
-            return None
-        gpu = torch.cuda.get_device_properties(device)
-        try:
-            shapes = {
-                Role.TRAINER: source_shape(sources.policy),
-                Role.REFERENCE: source_shape(sources.reference),
-                Role.CRITIC: source_shape(sources.critic),
-            }
-        except ModelLoadError:
-            return None
-        return gpu.name, gpu.total_memory, shapes

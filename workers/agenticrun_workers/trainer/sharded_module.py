@@ -421,7 +421,7 @@ class ShardedModule(Generic[Module]):
     def score(
         self: ShardedModule[PolicyModule], samples: list[Sample], temperature: float
     ) -> list[FloatArray]:
-        """Return the log-probs [T] of each sample's response tokens, 0 elsewhere."""
+        """Return the log-probs [T] of each sample's response tokens, 0 elsewhere. Collective."""
         result = [np.zeros(len(sample.tokens_T), np.float32) for sample in samples]
         for batch in self.batcher.split(samples, responses):
             batch.put(self.module(batch, temperature)[0], result)
