@@ -66,7 +66,6 @@ from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer, words_of
 from agenticrun_workers.rollout.controller import (
     RolloutController,
-    RolloutPosition,
     StalenessGate,
 )
 from agenticrun_workers.rollout.env_pool import EnvPool
@@ -80,6 +79,7 @@ from agenticrun_workers.types import (
     Generation,
     GenerationRequest,
     IntArray,
+    RolloutPosition,
     SamplingParams,
     StopReason,
     Stream,

@@ -16,14 +16,13 @@ from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.rollout.controller import (
     Batch,
     RolloutController,
-    RolloutPosition,
     StalenessGate,
 )
 from agenticrun_workers.rollout.env_pool import EnvPool
 from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
-from agenticrun_workers.types import StopReason, Trajectory
+from agenticrun_workers.types import RolloutPosition, StopReason, Trajectory
 from rollout_fakes import Remote
 
 

@@ -284,3 +284,16 @@ class Trajectory:
         for turn in self.turns:
             parts += [np.full(len(turn.prompt_T), fill, dtype), values(turn).astype(dtype)]
         return np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class RolloutPosition:
+    """Position saved in a checkpoint.
+
+    Groups below `next_group` were started; those in `pending_groups` must run again.
+    """
+
+    next_group: int = 0
+    pending_groups: tuple[int, ...] = ()
+    requeued_groups: tuple[int, ...] = ()
+    """Pending groups that have grown too old and run again: batches wait for them."""

@@ -20,7 +20,6 @@ from agenticrun_workers.models.source import TokenizerSource
 from agenticrun_workers.models.tokenizer import build_task_tokenizer
 from agenticrun_workers.rollout.controller import (
     RolloutController,
-    RolloutPosition,
     StalenessGate,
 )
 from agenticrun_workers.rollout.env_pool import MAX_DEATHS, EnvPool
@@ -28,7 +27,7 @@ from agenticrun_workers.rollout.env_worker import EnvWorker
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, GroupPlan
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
 from agenticrun_workers.seeds import env_seed
-from agenticrun_workers.types import EpisodeKey, StopReason, Stream
+from agenticrun_workers.types import EpisodeKey, RolloutPosition, StopReason, Stream
 from rollout_fakes import FakeEngine
 
 pytestmark = pytest.mark.usefixtures("ray_node")

@@ -33,10 +33,10 @@ from agenticrun_workers.driver.samples import SampleWriter
 from agenticrun_workers.driver.trainer_group import Advantages
 from agenticrun_workers.errors import InvalidConfig, RolloutFailed, ScheduleEnded
 from agenticrun_workers.inference import EngineStats
-from agenticrun_workers.rollout.controller import Group, RolloutController, RolloutPosition
+from agenticrun_workers.rollout.controller import Group, RolloutController
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask
 from agenticrun_workers.trainer.batch import ScoredBatch, TurnCredits
-from agenticrun_workers.types import StopReason, Stream
+from agenticrun_workers.types import RolloutPosition, StopReason, Stream
 from agenticrun_workers.weights.sync import SyncReport
 from agenticrun_workers.weights.transports import Transport
 from module_savers import at_once

@@ -144,7 +144,7 @@ def test_a_metric_of_an_environment_s_own_is_no_tag() -> None:
     assert metrics["val/success/mean"] == validation_result(metrics) == 1.0
     assert success_rates(metrics) == {"val/A/success": 1.0}
     validator = Validator(FakeBackend(), tiny_run().spec.pipeline)
-    validator.metrics(0, [own])
+    validator.record(0, [own])
     assert validator.baselines == {"val/A/warmup_success": 1.0}
 
 

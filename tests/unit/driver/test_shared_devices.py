@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agenticrun_workers.driver.actors import SharedDevices
+from agenticrun_workers.driver.shared_devices import SharedDevices
 
 
 class Users:

@@ -15,7 +15,6 @@ from agenticrun_workers.rollout.controller import (
     Group,
     GroupState,
     RolloutController,
-    RolloutPosition,
     StalenessGate,
     TooManyDropped,
     TooManyRejected,
@@ -28,7 +27,7 @@ from agenticrun_workers.rollout.groups import (
     VersionBounds,
     zero_variance,
 )
-from agenticrun_workers.types import StopReason
+from agenticrun_workers.types import RolloutPosition, StopReason
 from rollout_fakes import FakeBackend
 
 

@@ -14,12 +14,11 @@ from agenticrun_workers.rollout.controller import (
     Batch,
     EnvBreaker,
     RolloutController,
-    RolloutPosition,
     StalenessGate,
     TooManyDropped,
 )
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, GroupPlan
-from agenticrun_workers.types import StopReason
+from agenticrun_workers.types import RolloutPosition, StopReason
 from rollout_fakes import FakeBackend, result
 
 GOOD, BAD = StopReason.COMPLETED, StopReason.ENV_ERROR

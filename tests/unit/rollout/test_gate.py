@@ -11,10 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from agenticrun_workers.rollout.controller import (
     RolloutController,
-    RolloutPosition,
     StalenessGate,
 )
 from agenticrun_workers.rollout.groups import EpisodeResult, GroupPlan
+from agenticrun_workers.types import RolloutPosition
 from rollout_fakes import FakeBackend
 
 

@@ -15,7 +15,6 @@ from agenticrun_workers.rollout.controller import (
     Batch,
     Group,
     RolloutCounts,
-    RolloutPosition,
 )
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.recording import (
@@ -26,7 +25,14 @@ from agenticrun_workers.rollout.recording import (
     record_or_replay,
 )
 from agenticrun_workers.rollout.trajectory_store import TrajectoryStore
-from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
+from agenticrun_workers.types import (
+    EpisodeKey,
+    RolloutPosition,
+    StopReason,
+    Stream,
+    Trajectory,
+    Turn,
+)
 from rollout_fakes import Remote
 
 

@@ -15,11 +15,10 @@ import pytest
 from agenticrun_workers.rollout.controller import (
     Batch,
     RolloutController,
-    RolloutPosition,
     StalenessGate,
 )
 from agenticrun_workers.rollout.groups import EpisodeResult, EpisodeTask, GroupPlan, VersionBounds
-from agenticrun_workers.types import EpisodeKey, StopReason
+from agenticrun_workers.types import EpisodeKey, RolloutPosition, StopReason
 from rollout_fakes import result
 from virtual_clock import on_virtual_clock
 

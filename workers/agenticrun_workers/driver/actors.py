@@ -1,10 +1,10 @@
-"""Starts the actors of an attempt, each on a pod of its role: their place, threads and devices."""
+"""Starts the actors of an attempt, each on a pod of its role, and knows where they run."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from agenticrun_api import AgenticRun, AgenticRunSpec, Role
@@ -133,55 +133,3 @@ def torch_threads(run: AgenticRun, role: Role, cores: int) -> int:
     if pipeline.staleness.max:
         return max(1, cores // (engines + ranks))
     return max(1, cores // (engines if role is Role.INFERENCE else ranks))
-
-
-class SleepingEngines(Protocol):
-    """Engines that can free their devices."""
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
-
-
-class OffloadingTrainers(Protocol):
-    """Trainers that can free their devices."""
-
-    async def offload(self) -> None: ...
-
-    async def onload(self) -> None: ...
-
-
-class SharedDevices:
-    """GPUs that engines and trainers use in turn (`spec.placement: Colocated`).
-
-    One side has all memory of the devices while the other sleeps or is in host memory; the
-    trainers have them first. A weight sync hands the devices over too: trainers write all weights
-    into shared memory and leave, then the engines wake and read them. So the devices never hold
-    both models, nor a model and an engine's cache.
-    """
-
-    def __init__(self, trainers: OffloadingTrainers, engines: SleepingEngines) -> None:
-        self._trainers = trainers
-        self._engines = engines
-        self._engines_have_them = False
-        self.handovers = 0
-        """Number of times that the devices have changed hands."""
-
-    async def to_engines(self) -> None:
-        """Let the engines sample; the trainers cannot compute after this."""
-        if not self._engines_have_them:
-            # In this order: the devices cannot hold both.
-            await self._trainers.offload()
-            await self._engines.wake()
-            self._hand_over(to_engines=True)
-
-    async def to_trainers(self) -> None:
-        """Let the trainers compute; requests that engines still work on are given up."""
-        if self._engines_have_them:
-            await self._engines.sleep()
-            await self._trainers.onload()
-            self._hand_over(to_engines=False)
-
-    def _hand_over(self, *, to_engines: bool) -> None:
-        self._engines_have_them = to_engines
-        self.handovers += 1

@@ -25,7 +25,8 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
 from agenticrun_api import AgenticRun
 from agenticrun_api.names import WORK_DIR
@@ -41,15 +42,11 @@ from agenticrun_workers.storage import (
     Folder,
     UnusableStorage,
 )
-
-if TYPE_CHECKING:
-    from agenticrun_workers.rollout.controller import RolloutPosition
+from agenticrun_workers.types import RolloutPosition
 
 log = logging.getLogger(__name__)
 
 STATE = "state.json"
-REQUEUED = "requeued"
-"""Key of `DriverState.parts`."""
 
 IsDurable = Callable[[], Awaitable[bool]]
 """Returns True once the ranks of a module have written all files; raises the error of a write."""
@@ -80,35 +77,66 @@ class DriverState:
     baselines: dict[str, float] = field(default_factory=dict)
     """Metrics measured once: val/<tag>/random_success, random_errors and warmup_success."""
     parts: dict[str, Any] = field(default_factory=dict)
-    """State of other parts by name, as JSON values: the KL controller, the guards."""
+    """State of other parts by name, as JSON values; see `at`."""
 
     @staticmethod
     def at(
         position: RolloutPosition,
         step: int,
-        best_success: float | None,
-        baselines: dict[str, float],
-        parts: dict[str, Any],
+        *,
+        best_success: float | None = None,
+        baselines: Mapping[str, float] = MappingProxyType({}),
+        kl_coef: float | None = None,
+        reward_moments: Mapping[str, Sequence[float]] = MappingProxyType({}),
+        guards: Mapping[str, int] = MappingProxyType({}),
+        schedule: Sequence[int] = (),
     ) -> DriverState:
         """Return the state at a position of rollout."""
-        requeued = {REQUEUED: position.requeued_groups}
         return DriverState(
             step,
             position.next_group,
             position.pending_groups,
             best_success,
-            baselines,
-            parts | requeued,
+            dict(baselines),
+            {
+                "kl_coef": kl_coef,
+                "reward_moments": dict(reward_moments),
+                "guards": dict(guards),
+                "schedule": list(schedule),
+                "requeued": position.requeued_groups,
+            },
         )
+
+    # Absent in checkpoints of earlier versions: all but `kl_coef` and `guards`.
 
     @property
     def position(self) -> RolloutPosition:
         """The position at which rollout continues."""
-        # Commands that only look for checkpoints start without the rollout's libraries.
-        from agenticrun_workers.rollout.controller import RolloutPosition
-
-        requeued = tuple(self.parts.get(REQUEUED, ()))  # absent before 0.2
+        requeued = tuple(self.parts.get("requeued", ()))
         return RolloutPosition(self.next_group, self.again, requeued)
+
+    @property
+    def kl_coef(self) -> float | None:
+        """Coefficient of the KL penalty in the reward; None before the first step."""
+        return self.parts.get("kl_coef")
+
+    @property
+    def reward_moments(self) -> Mapping[str, Sequence[float]]:
+        """Moments of the scores so far, by tag."""
+        kept: Mapping[str, Sequence[float]] = self.parts.get("reward_moments", {})
+        return kept
+
+    @property
+    def guards(self) -> Mapping[str, int]:
+        """The state of the guards."""
+        kept: Mapping[str, int] = self.parts.get("guards", {})
+        return kept
+
+    @property
+    def schedule(self) -> list[int]:
+        """The numbers that decide when learning-rate schedules end; empty if unknown."""
+        kept: list[int] = self.parts.get("schedule", [])
+        return kept
 
     def to_bytes(self) -> bytes:
         """Return JSON.

@@ -94,8 +94,8 @@ class Validator:
         """Play with the policy; return the trajectories by group and member."""
         return await self._play(random_policy=False)
 
-    def metrics(self, step: int, results: list[EpisodeResult]) -> Metrics:
-        """Return the metrics of a validation, with the baselines and the best success so far.
+    def record(self, step: int, results: list[EpisodeResult]) -> Metrics:
+        """Keep the metrics of a validation; return them with baselines and the best success.
 
         Args:
             step: completed training steps.

@@ -44,6 +44,10 @@ KILL_SECONDS = 10.0
 """Time for killed processes to disappear, unless a disk hangs."""
 
 
+class RayNotStarted(CannotStart):
+    """This machine is too busy for Ray."""
+
+
 @contextmanager
 def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[Launcher]:
     """Start a Ray of our own, with one node that has all roles.
@@ -77,7 +81,7 @@ def embedded_ray(run: AgenticRun, logs: Path | None = None) -> Iterator[Launcher
             try:
                 _start_ray(resources, scratch)
                 break
-            except CannotStart:
+            except RayNotStarted:
                 if not tries_left:
                     raise
                 log.warning("Ray did not start in half a minute: it gets another try")
@@ -111,7 +115,7 @@ def _start_ray(resources: Mapping[str, float], scratch: Path) -> None:
         # Ray has no type of its own for this.
         if "timed out during startup" not in str(error):
             raise
-        raise CannotStart(
+        raise RayNotStarted(
             "Ray did not start in half a minute: this machine is too busy. Try again when it has "
             "less to do, or train with agenticrun run --in-process, which needs no Ray"
         ) from error

@@ -18,23 +18,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from agenticrun_api import Activity
-from agenticrun_workers.driver.checkpoints import Checkpoint, DriverState
+from agenticrun_workers.driver.checkpoints import DriverState
 from agenticrun_workers.driver.credit import CreditAssigner
-from agenticrun_workers.driver.guards import GuardTripped
-from agenticrun_workers.driver.metrics import Metrics
+from agenticrun_workers.driver.guards import GuardTripped, GuardWatch
+from agenticrun_workers.driver.metrics import Metrics, Stopwatch
 from agenticrun_workers.driver.parts import LoopParts
 from agenticrun_workers.driver.progress import StopRequested
 from agenticrun_workers.driver.step import TrainingStep, select_groups
-from agenticrun_workers.driver.step_log import StepLog
+from agenticrun_workers.driver.step_reporter import StepReporter
 from agenticrun_workers.errors import InvalidConfig, ScheduleEnded
 from agenticrun_workers.rollout.controller import Batch
 from agenticrun_workers.tracing import span
 from agenticrun_workers.trainer.batch import optimizer_steps_per_batch
+from agenticrun_workers.weights.sync import SyncReport
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +43,6 @@ T = TypeVar("T")
 
 FAILED_SAVE_SECONDS = 60.0
 """Time that a run that fails leaves the ranks to write a checkpoint to its end."""
-KL_PART, GUARDS_PART, SCHEDULE_PART = "kl_coef", "guards", "schedule"
-MOMENTS_PART = "reward_moments"
-"""Keys of `DriverState.parts`."""
 
 
 class Loop:
@@ -60,20 +58,26 @@ class Loop:
         self._pipeline = parts.pipeline
         self._fresh = resume is None
         self._step = resume.step if resume else 0
-        kept: Mapping[str, Any] = resume.parts if resume else {}
-        self._log = StepLog(parts, kept.get(GUARDS_PART))
+        kept = resume or DriverState(step=0, next_group=0, again=())
+        self._stopwatch = Stopwatch()
+        self._guards = GuardWatch(self._pipeline.guards, kept.guards)
+        self._report = StepReporter(parts, self._stopwatch, self._guards)
         self._training_step = TrainingStep(
             self._pipeline,
             parts.trainers,
-            CreditAssigner(self._pipeline, kept.get(KL_PART), kept.get(MOMENTS_PART, {})),
-            self._log.stopwatch,
+            CreditAssigner(self._pipeline, kept.kl_coef, kept.reward_moments),
+            self._stopwatch,
         )
-        self._schedule: list[int] = kept.get(SCHEDULE_PART, self._schedule_plan())
+        self._schedule = kept.schedule or self._schedule_plan()
         """The plan that the schedules of the learning rates were last made for."""
         self._synced: int | None = None
         """The policy version of the engines; None before the first sync of this attempt."""
+        self._sync: SyncReport | None = None
+        """The weight sync of this step, if it had one."""
         self._saving: asyncio.Task[None] | None = None
         """Publishes the last checkpoint; None once the loop has seen its end."""
+        self._saved_seconds: float | None = None
+        """Seconds from a save to its publication, if that was in this step."""
         self.early_end: str | None = None
         """Why there are fewer steps than `maxSteps`, if there are."""
         self.evicted = ""
@@ -136,14 +140,18 @@ class Loop:
                 self._saving.cancel()
 
     async def _run_step(self) -> None:
-        with self._log.stopwatch.phase("step"):
+        with self._stopwatch.phase("step"):
             await self._sync_weights_if_due()
             await self._validate_if_due()
             batch = await self._roll_out()
-            metrics = await self._train(batch)
+            learned, filtered = await self._train(batch)
         self._step += 1
         # Logged before it is saved: a resumed run must not miss the metrics of a step it has.
-        await self._log.step(self._step, batch, metrics)
+        await self._report.step(
+            self._step, batch, learned, filtered, self._sync, self._saved_seconds
+        )
+        # A step without a sync or a checkpoint must not report the last one again.
+        self._sync = self._saved_seconds = None
         if self._saving is not None and self._saving.done():
             # A stop goes first: it saves again, which may succeed.
             if self._saving.exception():
@@ -152,7 +160,7 @@ class Loop:
         await self._save_if_due()
         await self._begin_or_end_trace()
         # Last: a run that a guard ends has logged and saved the step that tripped it.
-        self._log.guards.enforce()
+        self._guards.enforce()
 
     async def _begin_or_end_trace(self) -> None:
         if self._parts.trace:
@@ -164,7 +172,7 @@ class Loop:
         # The pools' numbers are in the same message; they are followed elsewhere.
         if config is not None and config.generation > self._parts.progress.generation:
             self._pipeline = config.applied_to(self._pipeline)
-            self._log.guards.configure(self._pipeline.guards)
+            self._guards.configure(self._pipeline.guards)
             await self._plan_schedules()
             self._parts.validator.configure(self._pipeline)
             self._parts.progress.configured(config)
@@ -240,13 +248,13 @@ class Loop:
         if self._synced is None or (due and self._synced != self._step):
             # The time until a pod is removed is for the save, and its node's engines leave as well.
             self._parts.requests.check_stop()
-            with self._log.stopwatch.phase("sync"):
+            with self._stopwatch.phase("sync"):
                 await self._trainers_compute()
                 # With shared devices the trainers leave when all is written, and the engines come
                 # back.
                 handover = self._parts.devices.to_engines if self._parts.devices else None
-                async with self._log.engine_time.syncing():
-                    self._log.sync = await self._parts.engines.update_weights(
+                async with self._report.engine_time.syncing():
+                    self._sync = await self._parts.engines.update_weights(
                         self._parts.trainers.weights, self._step, handover
                     )
             first, self._synced = self._synced is None, self._step
@@ -263,7 +271,7 @@ class Loop:
             return
         metrics, error = await self._guarded(self._parts.parity.compare())
         if metrics:
-            self._log.measured(self._step, metrics)
+            self._report.measured(self._step, metrics)
         if error is not None:
             raise error
 
@@ -271,39 +279,40 @@ class Loop:
         if not self._parts.validator.due(self._step):
             return
         self._parts.progress.activity(Activity.VALIDATION)
-        with self._log.stopwatch.phase("val"):
+        with self._stopwatch.phase("val"):
             results = await self._guarded(self._parts.validator.run())
         self._parts.samples.write(self._step, results, validation=True)
-        self._log.measured(self._step, self._parts.validator.metrics(self._step, results))
+        self._report.measured(self._step, self._parts.validator.record(self._step, results))
 
     async def _roll_out(self) -> Batch:
         self._parts.progress.activity(Activity.ROLLOUT)
         assert self._synced is not None
         # `synced`, not `step`: between two syncs the engines have an older policy.
         self._parts.rollout.advance(self._step, self._synced)
-        with self._log.stopwatch.phase("rollout"):
+        with self._stopwatch.phase("rollout"):
             batch = await self._guarded(self._parts.rollout.batch())
         without = ", ".join(f"{tag} ({error})" for tag, error in batch.evicted.items())
         self.evicted = f"without environments that fail: {without}" if without else ""
         self._parts.progress.note(self.evicted)
         return batch
 
-    async def _train(self, batch: Batch) -> Metrics:
+    async def _train(self, batch: Batch) -> tuple[Metrics, int]:
         """Train on a batch; the policy becomes version step + 1.
 
         A stop request waits until the step ends, so that no finished trajectory is lost.
+
+        Returns:
+            the metrics of the training, and the number of groups that a filter left out.
         """
         self._parts.progress.activity(Activity.TRAINING)
         await self._trainers_compute()
         await self._check_parity()
         groups = select_groups(self._pipeline, batch.groups)
         learned = await self._training_step.train(groups, self._step + 1)
-        with self._log.stopwatch.phase("train"):
+        with self._stopwatch.phase("train"):
             # After the last optimizer step, which reads the trajectories from the stores.
             await self._parts.actors.discard(batch.results)
-        # Groups that the variance filter drops count with the groups that rollout has dropped.
-        filtered = batch.counts.filtered + len(batch.groups) - len(groups)
-        return {**learned, "group/filtered": float(filtered)}
+        return learned, len(batch.groups) - len(groups)
 
     async def _save_if_due(self) -> None:
         asked = self._parts.requests.take_checkpoint()
@@ -321,7 +330,7 @@ class Loop:
         if self._parts.checkpoints is None:
             return
         self._parts.progress.activity(Activity.CHECKPOINT)
-        with self._log.stopwatch.phase("checkpoint"):
+        with self._stopwatch.phase("checkpoint"):
             await self._finish_saving()
         # Ranks save from their devices.
         await self._trainers_compute()
@@ -329,24 +338,23 @@ class Loop:
         state = DriverState.at(
             self._parts.rollout.position,
             self._step,
-            self._parts.validator.best,
-            self._parts.validator.baselines,
-            {
-                KL_PART: self._training_step.credit.kl_coef,
-                MOMENTS_PART: self._training_step.credit.moments,
-                GUARDS_PART: self._log.guards.state,
-                SCHEDULE_PART: self._schedule,
-            },
+            best_success=self._parts.validator.best,
+            baselines=self._parts.validator.baselines,
+            kl_coef=self._training_step.credit.kl_coef,
+            reward_moments=self._training_step.credit.moments,
+            guards=self._guards.state,
+            schedule=self._schedule,
         )
         begin = time.perf_counter()
-        with self._log.stopwatch.phase("checkpoint"):
+        with self._stopwatch.phase("checkpoint"):
             publishes = await self._parts.checkpoints.save(state, self._parts.trainers.savers)
-        self._saving = asyncio.create_task(self._report_saved(publishes, begin))
 
-    async def _report_saved(self, publishes: Awaitable[Checkpoint], begin: float) -> None:
-        saved = await publishes
-        self._log.saved_seconds = time.perf_counter() - begin
-        self._parts.progress.checkpoint(saved.status)
+        async def publish() -> None:
+            saved = await publishes
+            self._saved_seconds = time.perf_counter() - begin
+            self._parts.progress.checkpoint(saved.status)
+
+        self._saving = asyncio.create_task(publish())
 
     async def _finish_saving(self) -> None:
         """Wait until the last checkpoint is published, or raise why it cannot be."""
@@ -368,7 +376,7 @@ class Loop:
     async def _trainers_compute(self) -> None:
         """Give the trainers the devices, where engines share them."""
         if self._parts.devices:
-            with self._log.stopwatch.phase("handover"):
+            with self._stopwatch.phase("handover"):
                 await self._parts.devices.to_trainers()
 
     async def _guarded(self, work: Coroutine[Any, Any, T]) -> T:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 from agenticrun_api import AgenticRun, Pipeline
-from agenticrun_workers.driver.actors import SharedDevices
 from agenticrun_workers.driver.checkpoints import CheckpointStore, DriverState, SaveModule
 from agenticrun_workers.driver.engine_time import MeasuredEngines
 from agenticrun_workers.driver.evaluation import Validator
@@ -19,14 +18,16 @@ from agenticrun_workers.driver.parity import ParityCheck
 from agenticrun_workers.driver.progress import ProgressReporter, Requests
 from agenticrun_workers.driver.run_actors import RunActors
 from agenticrun_workers.driver.samples import SampleWriter
+from agenticrun_workers.driver.shared_devices import SharedDevices
 from agenticrun_workers.driver.step import Trainers
 from agenticrun_workers.driver.trace import TraceSession
 from agenticrun_workers.driver.warmup import Warmup
 from agenticrun_workers.reporting.trackers import Tracker, build_trackers, custom_tracker
-from agenticrun_workers.rollout.controller import Batch, RolloutController, RolloutPosition
+from agenticrun_workers.rollout.controller import Batch, RolloutController
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.recording import record_or_replay
 from agenticrun_workers.trainer.own_functions import check_own_functions
+from agenticrun_workers.types import RolloutPosition
 from agenticrun_workers.weights.sync import SyncReport, WeightSync
 
 

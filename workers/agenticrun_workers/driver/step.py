@@ -1,8 +1,8 @@
 """The learning half of a training step: how the rewards of a batch become a gradient.
 
     score        old and reference log-probs, values       forward passes on the ranks
-    credit       rewards, KL, baselines -> one number      here, from scalars:
-                 per turn                                  driver/credit.py
+    credit       rewards, KL, baselines -> one number      driver/credit.py, from scalars:
+                 per turn                                  algorithms.credit.assign_credit
     advantages   credits -> one number per token           algorithms.token_advantages, on the ranks
     critic       value loss -> optimizer steps             CriticTrainer.train_step
     actor        policy loss -> optimizer steps            PolicyTrainer.train_step

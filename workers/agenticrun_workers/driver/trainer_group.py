@@ -16,7 +16,6 @@ from agenticrun_workers.errors import ScheduleEnded
 from agenticrun_workers.launch import ActorHandle, Launcher, Result
 from agenticrun_workers.rollout.controller import Group
 from agenticrun_workers.trainer.batch import (
-    ModelScores,
     ScoredBatch,
     TurnCredits,
     ValueTargets,
@@ -150,7 +149,7 @@ class TrainerGroup:
         Args:
             version: the policy version that this step makes.
         """
-        scores: list[Result[ModelScores]] = []
+        scores: list[Result[ScoredBatch]] = []
         scoring: list[Sequence[ActorHandle[ReferenceActor] | ActorHandle[CriticActor]]] = [
             self._references,
             self._critics,

@@ -42,7 +42,7 @@ from agenticrun_workers.rollout.groups import (
     failures,
 )
 from agenticrun_workers.tracing import GROUPS_READY, count
-from agenticrun_workers.types import EpisodeKey, StopReason, Stream
+from agenticrun_workers.types import EpisodeKey, RolloutPosition, StopReason, Stream
 
 log = logging.getLogger(__name__)
 
@@ -477,19 +477,6 @@ class Batch:
     def results(self) -> list[EpisodeResult]:
         """All trajectories, by group and member."""
         return [result for group in self.groups for result in group.results]
-
-
-@dataclass(frozen=True)
-class RolloutPosition:
-    """Position saved in a checkpoint.
-
-    Groups below `next_group` were started; those in `pending_groups` must run again.
-    """
-
-    next_group: int = 0
-    pending_groups: tuple[int, ...] = ()
-    requeued_groups: tuple[int, ...] = ()
-    """Pending groups that have grown too old and run again: batches wait for them."""
 
 
 class RolloutController:

@@ -35,12 +35,19 @@ from agenticrun_workers.rollout.controller import (
     Group,
     RolloutController,
     RolloutCounts,
-    RolloutPosition,
 )
 from agenticrun_workers.rollout.groups import EpisodeResult
 from agenticrun_workers.rollout.trajectory_store import Stores
 from agenticrun_workers.storage import Folder, UnusableStorage
-from agenticrun_workers.types import STATE_BYTES, EpisodeKey, StopReason, Stream, Trajectory, Turn
+from agenticrun_workers.types import (
+    STATE_BYTES,
+    EpisodeKey,
+    RolloutPosition,
+    StopReason,
+    Stream,
+    Trajectory,
+    Turn,
+)
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})\.npz")

@@ -1,8 +1,8 @@
 """The batch of a training step: the values that driver and ranks exchange, and one rank's share.
 
     RankPlan       driver -> rank    which trajectories the rank gets, and its mini-batches
-    ModelScores    rank -> rank      outputs of a reference or critic on pods of its own
     ScoredBatch    rank -> driver    KL of each turn, and the gap to the engines' log-probs
+                   rank -> rank      outputs of a reference or critic on pods of its own
     TurnCredits    driver -> rank    one number per turn
     ValueTargets   rank -> rank      targets of a critic on pods of its own
 
@@ -52,24 +52,20 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class ModelScores:
-    """Outputs of models on other pods, one array per sequence of each trajectory."""
-
-    ref_logprobs: Mapping[EpisodeKey, list[FloatArray]] | None
-    values: Mapping[EpisodeKey, list[Values]] | None
-
-
-@dataclass(frozen=True)
 class ScoredBatch:
-    """Results of scoring a batch that a rank returns to the driver."""
+    """Results of a rank that has scored its share of a batch."""
 
-    kl: Mapping[EpisodeKey, Floats] | None
+    kl: Mapping[EpisodeKey, Floats] | None = None
     """Summed KL of each turn to the reference; None where the reward has no KL penalty."""
     gaps: LogprobGaps = field(default_factory=dict)
+    ref_logprobs: Mapping[EpisodeKey, list[FloatArray]] | None = None
+    """From a reference on pods of its own, one array per sequence of each trajectory."""
+    values: Mapping[EpisodeKey, list[Values]] | None = None
+    """From a critic on pods of its own, in the same form."""
 
     @staticmethod
     def merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
-        """Combine the shares of all ranks."""
+        """Combine what the driver reads of the shares of all ranks: KL and gaps."""
         kls = [part.kl for part in parts if part.kl is not None]
         engines = sorted({engine for part in parts for engine in part.gaps})
         found = {e: [part.gaps[e] for part in parts if e in part.gaps] for e in engines}
@@ -170,20 +166,20 @@ class RankBatch:
             for number, (sample, values) in enumerate(zip(self.samples, found, strict=False))
         ]
 
-    def scores(self) -> ModelScores:
+    def scores(self) -> ScoredBatch:
         """Return what this rank's models computed, for the policy's ranks."""
         pairs = list(zip(self.trajectories, self._sequences, strict=True))
         ref, values = self.ref_logprobs, self.values
-        return ModelScores(
-            None
+        return ScoredBatch(
+            ref_logprobs=None
             if ref is None
             else {t.key: [ref[sequence] for sequence in sequences] for t, sequences in pairs},
-            None
+            values=None
             if values is None
             else {t.key: [values[sequence] for sequence in sequences] for t, sequences in pairs},
         )
 
-    def merge_scores(self, scores: Sequence[ModelScores]) -> None:
+    def merge_scores(self, scores: Sequence[ScoredBatch]) -> None:
         """Take what models on other pods computed for these trajectories."""
         refs = {key: found for part in scores for key, found in (part.ref_logprobs or {}).items()}
         values = {key: found for part in scores for key, found in (part.values or {}).items()}

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agenticrun_workers.models.devices import device_span
+from agenticrun_workers.models.lora import Adapters, whole_weights
+from agenticrun_workers.models.stored_names import stored_weights
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.checkpoint import HostBuffers, Snapshot
 from agenticrun_workers.trainer.micro_batch import MicroBatch
 from agenticrun_workers.trainer.modules import PolicyModule
 from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
 from agenticrun_workers.trainer.policy_trainer import PartLoss, PolicyTrainer
+from agenticrun_workers.trainer.ranks import whole
 from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.trainer.sharded_module import DEFAULTS, FsdpOptions, Load, ShardedModule
 from agenticrun_workers.types import FloatArray
@@ -27,7 +30,7 @@ class Fsdp2Strategy:
         self.model = model
         self.ranks, self.batcher = model.ranks, model.batcher
         self.steps = Optimizer(model.module, optimizer, model.ranks)
-        self.adapters = model.adapters()
+        self.adapters = Adapters.of(model.module.model, self._whole, model.ranks.rank)
         self._buffers = HostBuffers()
 
     def score(self, samples: list[Sample], temperature: float) -> list[FloatArray]:
@@ -59,7 +62,19 @@ class Fsdp2Strategy:
         }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        for named in self.model.weights():
+        """Tied parameters have the name that `named_parameters` gives."""
+        model, dtype = self.model.module.model, self.model.dtype
+        wide = {id(parameter) for part in self.model.wide for parameter in part.parameters()}
+        kept = {name for name, parameter in model.named_parameters() if id(parameter) in wide}
+
+        def rounded(parameter: nn.Parameter) -> Tensor:
+            value = parameter.detach()
+            return whole(value if id(parameter) in wide else value.to(dtype))
+
+        gathered = whole_weights(model, self._whole, rounded)
+        rounds = ((name, value if name in kept else value.to(dtype)) for name, value in gathered)
+        weights = stored_weights(model, rounds)
+        for named in weights:
             if self.ranks.rank == 0:
                 yield named
 
@@ -84,6 +99,10 @@ class Fsdp2Strategy:
     def onload(self) -> None:
         self.model.onload()
         self.steps.onload(self.model.home)
+
+    @staticmethod
+    def _whole(parameter: nn.Parameter) -> Tensor:
+        return whole(parameter.detach())
 
 
 def fsdp2_policy(

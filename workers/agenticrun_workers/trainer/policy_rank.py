@@ -5,41 +5,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
-
-from typing_extensions import override
 
 from agenticrun_api import Pipeline, Role
 from agenticrun_api.spec import InitializeModel
 from agenticrun_workers.launch import packed
-from agenticrun_workers.models.source import ModelSource, ModelSources, TokenizerCorpus
+from agenticrun_workers.models.source import ModelSources, TokenizerCorpus
 from agenticrun_workers.processes import quick_imports
 from agenticrun_workers.tracing import span, traced
 from agenticrun_workers.trainer.batch import (
-    ModelScores,
     RankBatch,
     RankPlan,
     ScoredBatch,
     TurnCredits,
     ValueTargets,
 )
-from agenticrun_workers.trainer.policy_export import PolicyExportMixin
 from agenticrun_workers.trainer.rank import (
     Metrics,
-    RankModel,
-    ReferenceUpdateMixin,
     combine,
 )
+from agenticrun_workers.trainer.served_policy import ServedPolicy
 from agenticrun_workers.types import EpisodeKey
 
 if TYPE_CHECKING:
     from agenticrun_workers.models.shape import Description
-    from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
-    from agenticrun_workers.trainer.rank_models import RankModels
-    from agenticrun_workers.trainer.reference import ReferencePolicy
 
 
-class TrainerActor(PolicyExportMixin, ReferenceUpdateMixin):
+class TrainerActor(ServedPolicy):
     """One rank of the policy.
 
     Args:
@@ -53,8 +46,6 @@ class TrainerActor(PolicyExportMixin, ReferenceUpdateMixin):
     ) -> None:
         super().__init__(rank, world_size, pipeline)
         self._hosted = hosted
-        self._loaded: RankModels | None = None
-        """None until `setup`."""
         self._batch: RankBatch | None = None
 
     def make_model(self, model: InitializeModel, corpus: TokenizerCorpus) -> dict[str, bytes]:
@@ -123,7 +114,7 @@ class TrainerActor(PolicyExportMixin, ReferenceUpdateMixin):
 
     @packed
     @traced
-    def score(self, plan: RankPlan, *scores: ModelScores) -> ScoredBatch:
+    def score(self, plan: RankPlan, *scores: ScoredBatch) -> ScoredBatch:
         """Fetch this rank's share of a batch and compute old and reference log-probs and values.
 
         Collective.
@@ -135,9 +126,11 @@ class TrainerActor(PolicyExportMixin, ReferenceUpdateMixin):
         batch = self._batch = RankBatch(
             self._fetch(plan.items), algorithm.bootstrap_truncated, plan.mini_batches
         )
+        scored = ScoredBatch()
         if models.recomputes_old:
             with span("old_log_probs"):
                 batch.old_logprobs = models.policy.compute_log_probs(batch.samples)
+            scored = ScoredBatch(gaps=batch.logprob_gaps(models.policy.policy_version))
         elif self._pipeline.old_log_probs == "Rollout":
             batch.old_logprobs = batch.rollout_logprobs()
         if models.reference is not None:
@@ -148,9 +141,7 @@ class TrainerActor(PolicyExportMixin, ReferenceUpdateMixin):
                 batch.compute_values(models.critic.compute_values)
         batch.merge_scores(scores)
         kl = batch.turn_kl(algorithm.reward_kl.kind) if algorithm.reward_kl else None
-        if not models.recomputes_old:
-            return ScoredBatch(kl)
-        return ScoredBatch(kl, batch.logprob_gaps(models.policy.policy_version))
+        return replace(scored, kl=kl)
 
     @packed
     @traced
@@ -222,23 +213,3 @@ class TrainerActor(PolicyExportMixin, ReferenceUpdateMixin):
     def _scored_batch(self) -> RankBatch:
         assert self._batch is not None, "score comes first"
         return self._batch
-
-    @property
-    def _models(self) -> RankModels:
-        assert self._loaded is not None, "setup comes first"
-        return self._loaded
-
-    @override
-    def _policy_model(self) -> PolicyTrainer:
-        return self._models.policy
-
-    @override
-    def _source(self) -> ModelSource:
-        return self._models.source
-
-    def _part(self, name: str) -> RankModel:
-        return self._models.by_name[name]
-
-    def _reference_model(self) -> ReferencePolicy:
-        assert self._models.reference is not None, "the reference lives on other pods"
-        return self._models.reference

@@ -9,7 +9,7 @@ from agenticrun_workers.launch import packed
 from agenticrun_workers.models.source import ModelSources
 from agenticrun_workers.processes import quick_imports
 from agenticrun_workers.tracing import traced
-from agenticrun_workers.trainer.batch import ModelScores, RankBatch, RankPlan, ValueTargets
+from agenticrun_workers.trainer.batch import RankBatch, RankPlan, ScoredBatch, ValueTargets
 from agenticrun_workers.trainer.rank import (
     CRITIC,
     REFERENCE,
@@ -49,7 +49,7 @@ class ReferenceActor(ReferenceUpdateMixin):
 
     @packed
     @traced
-    def score(self, plan: RankPlan) -> ModelScores:
+    def score(self, plan: RankPlan) -> ScoredBatch:
         """Compute log-probs of this rank's share of a batch. Collective."""
         batch = RankBatch(self._fetch(plan.items))
         batch.ref_logprobs = self._reference_model().compute_log_probs(batch.samples)
@@ -88,7 +88,7 @@ class CriticActor(RankActor):
 
     @packed
     @traced
-    def score(self, plan: RankPlan) -> ModelScores:
+    def score(self, plan: RankPlan) -> ScoredBatch:
         """Compute values of this rank's share of a batch. Collective."""
         batch = self._batch = RankBatch(
             self._fetch(plan.items), self._pipeline.algorithm.bootstrap_truncated, plan.mini_batches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 import numpy as np
 import torch
 import torch.nn.attention.varlen
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -26,7 +26,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from agenticrun_workers.models.devices import HostCopies, compute_device
-from agenticrun_workers.models.lora import Adapters, whole_weights
 from agenticrun_workers.models.pretrained import ModelLoader
 from agenticrun_workers.models.shape import (
     EXPERTS,
@@ -35,7 +34,6 @@ from agenticrun_workers.models.shape import (
     float32_parts,
     fsdp_units,
 )
-from agenticrun_workers.models.stored_names import stored_weights
 from agenticrun_workers.trainer.log_probs import CHUNK_ELEMENTS
 from agenticrun_workers.trainer.micro_batch import MicroBatcher, responses
 from agenticrun_workers.trainer.modules import (
@@ -45,7 +43,7 @@ from agenticrun_workers.trainer.modules import (
     can_pack,
     try_varlen,
 )
-from agenticrun_workers.trainer.ranks import Ranks, agreed, join_alone, whole
+from agenticrun_workers.trainer.ranks import Ranks, agreed, join_alone
 from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.trainer.ulysses import UlyssesSequences
 from agenticrun_workers.types import FloatArray
@@ -429,27 +427,6 @@ class ShardedModule(Generic[Module]):
         self.reshard()
         return result
 
-    def adapters(self: ShardedModule[PolicyModule]) -> Adapters | None:
-        """Return the adapters, if nothing else trains."""
-        return Adapters.of(self.module.model, _whole, self.ranks.rank)
-
-    def weights(self: ShardedModule[PolicyModule]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole parameters in the dtype that engines serve, on every rank.
-
-        Tied parameters have the name that `named_parameters` gives.
-        """
-        model, dtype = self.module.model, self.dtype
-        wide = {id(parameter) for part in self.wide for parameter in part.parameters()}
-        kept = {name for name, parameter in model.named_parameters() if id(parameter) in wide}
-
-        def rounded(parameter: nn.Parameter) -> Tensor:
-            value = parameter.detach()
-            return whole(value if id(parameter) in wide else value.to(dtype))
-
-        gathered = whole_weights(model, _whole, rounded)
-        rounds = ((name, value if name in kept else value.to(dtype)) for name, value in gathered)
-        return stored_weights(model, rounds)
-
     def _place(self, device: torch.device) -> None:
         """Move parameters; buffers stay where the computation is."""
         self.module.to(device)
@@ -476,7 +453,3 @@ class ShardedModule(Generic[Module]):
     def onload(self) -> None:
         """Move the module back to the device."""
         self._place(self.home)
-
-
-def _whole(parameter: nn.Parameter) -> Tensor:
-    return whole(parameter.detach())

@@ -1,4 +1,4 @@
-"""The policy's ranks towards the engines: their weights, and if both compute the same.
+"""The base of the policy's ranks: what engines get from them.
 
 torch is imported inside methods, because the driver imports this module.
 """
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 from agenticrun_api import Pipeline
 from agenticrun_workers.launch import packed
-from agenticrun_workers.models.source import ModelSource
 from agenticrun_workers.tracing import traced
-from agenticrun_workers.trainer.rank import RankActor
+from agenticrun_workers.trainer.rank import RankModel, ReferenceUpdateMixin
 from agenticrun_workers.weights.broadcast import BroadcastFailed
 from agenticrun_workers.weights.buckets import Bucket, MergePlan, TensorSpec, WrittenBucket
 
@@ -25,30 +24,30 @@ if TYPE_CHECKING:
 
     from agenticrun_workers.inference.parity import Parity, ParityProbe, ProbeSample
     from agenticrun_workers.models.lora import Adapters
-    from agenticrun_workers.trainer.policy_trainer import PolicyTrainer
+    from agenticrun_workers.trainer.rank_models import RankModels
+    from agenticrun_workers.trainer.reference import ReferencePolicy
     from agenticrun_workers.weights.collective import WeightGroup
     from agenticrun_workers.weights.export import BucketWriter
 
 
-class PolicyExportMixin(RankActor):
-    """Lets a rank of the policy send its weights to engines, and compare itself with them.
+class ServedPolicy(ReferenceUpdateMixin):
+    """A rank of the policy with its models: it sends weights to engines, and is compared with them.
 
     `WeightSync` and `ParityCheck` call these methods.
     """
 
     def __init__(self, rank: int, world_size: int, pipeline: Pipeline) -> None:
         super().__init__(rank, world_size, pipeline)
+        self._loaded: RankModels | None = None
+        """None until `setup`."""
         self._writers: dict[bool, BucketWriter] = {}
         """On rank 0: that of adapters (True), and that of whole weights (False)."""
         self._group: WeightGroup | None = None
 
-    def _policy_model(self) -> PolicyTrainer:
-        """Return this rank's part of the policy."""
-        raise NotImplementedError
-
-    def _source(self) -> ModelSource:
-        """Return the files that the policy was loaded from."""
-        raise NotImplementedError
+    @property
+    def _models(self) -> RankModels:
+        assert self._loaded is not None, "setup comes first"
+        return self._loaded
 
     def merge_plan(self) -> MergePlan | str | None:
         """Describe how nodes merge adapters into whole weights. Collective over all ranks.
@@ -60,7 +59,7 @@ class PolicyExportMixin(RankActor):
 
         adapters = self._adapters()
         if self._rank == 0:
-            return plan_merge(adapters, self._source())
+            return plan_merge(adapters, self._models.source)
         deque(adapters.base(), maxlen=0)
         return None
 
@@ -92,7 +91,7 @@ class PolicyExportMixin(RankActor):
         """
         with self.recorder.span("export_weights"):
             for written in self._writers[adapters].write(self._exported(adapters)):
-                yield replace(written, policy_version=self._policy_model().policy_version)
+                yield replace(written, policy_version=self._models.policy.policy_version)
 
     def host_broadcast(self, host: str, port: int, world: int) -> None:
         """Form a process group with the engines, on rank 0, at its last `rendezvous`.
@@ -122,7 +121,7 @@ class PolicyExportMixin(RankActor):
         broken: RuntimeError | None = None
         assert group is not None, "host_broadcast comes first"
         # Export to the end even after a failure: it is collective.
-        for _, tensor in self._policy_model().export_weights():
+        for _, tensor in self._models.policy.export_weights():
             if broken is None:
                 try:
                     group.send(tensor)
@@ -162,24 +161,31 @@ class PolicyExportMixin(RankActor):
         from agenticrun_workers.trainer.parity import compare, precision_of, quantizes
 
         precision = precision_of(
-            getattr(torch, self._source().dtype),
+            getattr(torch, self._models.source.dtype),
             compute_device(),
             quantized=quantizes(self._pipeline.actor_infer.strategy.config),
         )
         layers = self._config().get_text_config(decoder=True).num_hidden_layers
-        return compare(self._policy_model(), engines, layers, precision)
+        return compare(self._models.policy, engines, layers, precision)
 
     def _config(self) -> PretrainedConfig:
         from agenticrun_workers.models.pretrained import load_config
 
-        source = self._source()
+        source = self._models.source
         with source.folder() as folder:
             return load_config(folder, trust_remote_code=source.trust_remote_code)
 
     def _exported(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
-        return self._adapters().weights() if adapters else self._policy_model().export_weights()
+        return self._adapters().weights() if adapters else self._models.policy.export_weights()
 
     def _adapters(self) -> Adapters:
-        adapters = self._policy_model().adapters
+        adapters = self._models.policy.adapters
         assert adapters is not None, "the run trains adapters"
         return adapters
+
+    def _part(self, name: str) -> RankModel:
+        return self._models.by_name[name]
+
+    def _reference_model(self) -> ReferencePolicy:
+        assert self._models.reference is not None, "the reference lives on other pods"
+        return self._models.reference
