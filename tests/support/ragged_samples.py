@@ -78,21 +78,25 @@ LOSSES: dict[str, LossSpec] = {
 VALUE_LOSSES = {"plain": ValueLossSpec(), "clipped": ValueLossSpec(0.2, "seq-mean-token-mean")}
 
 
-def batch(model: PreTrainedModel, loss: LossSpec, seed: int = 0, count: int = 9) -> list[Sample]:
+def batch(
+    model: PreTrainedModel, loss: LossSpec, seed: int = 0, count: int = 9, common: int = 0
+) -> list[Sample]:
     """Return samples of one to three turns.
 
     A filter took some tokens, all of sample 4, and a turn of sample 5.
 
     Log-probs are those of the model plus noise: some ratios are clipped and others are not.
+    Every three samples begin with the same `common` tokens.
     """
     rng = np.random.default_rng(seed)
     samples = []
     for number in range(count):
-        parts: list[np.ndarray] = []
+        parts: list[np.ndarray] = [np.full(common, -1)]
         for turn in range(int(rng.integers(1, 4))):
             parts += [np.full(rng.integers(1, 4), -1), np.full(rng.integers(1, 5), turn)]
         turns_T = np.concatenate(parts).astype(np.int32)
         tokens_T = rng.integers(VOCABULARY, size=len(turns_T)).astype(np.int32)
+        tokens_T[:common] = (np.arange(common) + number // 3) % VOCABULARY
         weight_T = (
             (turns_T >= 0)
             & (rng.random(len(turns_T)) < 0.8)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from agenticrun_workers.trainer.critic import CriticTrainer
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
+from agenticrun_workers.trainer.micro_batch import weighted
 from agenticrun_workers.trainer.optimizer import OptimizerSpec
 from agenticrun_workers.trainer.samples import Sample
 from ragged_samples import LOSSES, VALUE_LOSSES, Cut, batch, largest_difference
@@ -95,6 +96,46 @@ def test_metrics_are_the_same_however_the_batch_is_cut(name: str, load: Load) ->
         found = dict(fsdp2_policy(load, SPEC, **arguments).train_step(shuffled(samples), loss))
         assert found.pop("train/padding_waste") < waste
         assert found == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_equal_first_tokens_are_computed_once_and_change_neither_gradient_nor_metrics(
+    packing: bool, dtype: str, loaded: Load
+) -> None:
+    loss = LOSSES["ppo"]
+    samples = batch(loaded(), loss, common=20)
+    alone = fsdp2_policy(loaded, SPEC, max_tokens=1)
+    expected = alone.gradients(samples, loss)
+    scores = alone.compute_log_probs(samples)
+    metrics = dict(alone.train_step(samples, loss))
+    for max_tokens in (10_000, 60):
+        policy = fsdp2_policy(loaded, SPEC, max_tokens=max_tokens, packing=packing)
+        [*_, fullest] = sorted(
+            policy.strategy.batcher.split(samples, weighted), key=lambda cut: len(cut.prefixes)
+        )
+        assert len(fullest.prefixes) == (4 if max_tokens == 10_000 else 2)
+        found = policy.gradients(shuffled(samples), loss)
+        # The model's norms round gradients to float32, here after they are summed over samples.
+        assert largest_difference(found, expected) < max(1e-7, TOLERANCE[dtype])
+        for score, alone_T in zip(policy.compute_log_probs(samples), scores, strict=True):
+            np.testing.assert_allclose(score, alone_T, atol=1e-5)
+        balance = {"train/padding_waste": 0.0}
+        assert dict(policy.train_step(samples, loss)) == pytest.approx(
+            metrics | balance, rel=1e-7 if dtype == "float64" else 1e-3, abs=1e-6
+        )
+
+
+def test_the_critic_reads_values_after_equal_first_tokens(load: Load) -> None:
+    samples = batch(load(), LOSSES["ppo"], common=20)
+    alone, critic = (trained_critic(load, samples, max_tokens=n) for n in (1, 10_000))
+    loss = VALUE_LOSSES["clipped"]
+    expected = alone.gradients(samples, loss)
+    assert largest_difference(critic.gradients(samples, loss), expected) < 1e-7
+    for found, values in zip(
+        critic.compute_values(samples), alone.compute_values(samples), strict=True
+    ):
+        np.testing.assert_allclose(found.values_T, values.values_T, atol=1e-6)
+        assert found.final == pytest.approx(values.final, abs=1e-6)
 
 
 def test_what_stands_behind_the_last_weighted_token_changes_nothing(load: Load) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -73,6 +74,77 @@ def test_packed_rows_are_no_longer_than_the_longest_sequence_and_waste_no_more_t
     assert packed.ids_BT.shape[1] == padded.ids_BT.shape[1]
     assert packed.ids_BT.shape[0] <= padded.ids_BT.shape[0]
     assert packed.used == padded.used
+
+
+groups = st.lists(
+    st.tuples(
+        st.integers(0, 40),
+        st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=5),
+    ),
+    max_size=4,
+)
+
+
+@given(groups, st.integers(1, 120), st.randoms(use_true_random=False))
+def test_equal_first_tokens_are_laid_out_once(
+    drawn: list[tuple[int, list[list[int]]]], budget: int, random: Random
+) -> None:
+    """Each prediction has the sample's tokens before it in its place, by way of the prefix."""
+    texts = [
+        ([7 + group] * size, rest) for group, (size, rests) in enumerate(drawn) for rest in rests
+    ]
+    samples = []
+    for prompt, answer in random.sample(texts, len(texts)):
+        weight_T = np.array([random.random() < 0.1 for _ in prompt] + [True] * len(answer))
+        tokens_T = np.array(prompt + answer, np.int32)
+        samples.append(
+            Sample(tokens_T, weight_T.astype(np.float32), weight_T, np.where(weight_T, 0, -1))
+        )
+    read = []
+    for batch in split(samples, weighted, budget, CPU, shared=True):
+        assert batch.ids_BT.numel() <= budget or len(batch.samples) == 1
+        assert batch.used == sum(end - start for _, start, end in batch.spans)
+        assert int(batch.real_BT.sum()) == sum(
+            int(np.flatnonzero(samples[i].weight_T)[-1]) for i in batch.samples
+        )
+        if batch.prefixes:
+            assert batch.used == batch.ids_BT.numel()
+        for n, (row, column) in enumerate(
+            zip(batch.rows_N.tolist(), batch.columns_N.tolist(), strict=True)
+        ):
+            [start] = [s for r, s, end in batch.bounds if r == row and s <= column < end]
+            first, count = batch.prefixes.get(start, (0, 0))
+            columns = [*range(first, first + count), *range(start, column + 1)]
+            i = batch.samples[int(batch.sequence_N[n])]
+            before_T = samples[i].tokens_T[: len(columns)]
+            assert batch.ids_BT[row, columns].tolist() == before_T.tolist()
+            positions_BT = batch.position_ids_BT
+            if positions_BT is not None:
+                assert positions_BT[row, columns].tolist() == list(range(len(columns)))
+            assert int(batch.targets_N[n]) == samples[i].tokens_T[len(columns)]
+            read.append((i, len(columns)))
+    assert sorted(read) == [(i, t) for i, each in enumerate(samples) for t in weighted(each)]
+
+
+def test_the_division_of_samples_saves_the_most_tokens() -> None:
+    """The middle sample begins as all others do, but shares more with the second two."""
+    prompts = [[1] * 20, [1] * 20, [1] * 18 + [2] * 22, [1] * 18 + [2] * 22, [3] * 30]
+    samples = [sample([0.0] * len(prompt) + [1.0] * 2) for prompt in prompts]
+    for number, (each, prompt) in enumerate(zip(samples, prompts, strict=True)):
+        each.tokens_T[: len(prompt)], each.tokens_T[len(prompt) :] = prompt, 10 + number
+    [batch] = split(samples, weighted, 1000, CPU, shared=True)
+    # The last token is no context of a prediction.
+    assert batch.used == (20 + 2) + (40 + 2) + 31
+    assert sorted(count for _, count in batch.prefixes.values()) == [20, 40]
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [(15, 20), (40, 83)])
+def test_few_equal_first_tokens_are_computed_apart(prompt: int, answer: int) -> None:
+    """15 are too few, and 40 are less than a third of all."""
+    samples = [sample([0.0] * prompt + [1.0] * answer) for _ in range(2)]
+    samples[1].tokens_T[prompt:] += 500
+    [batch] = split(samples, weighted, 1000, CPU, shared=True)
+    assert not batch.prefixes
 
 
 def test_short_sequences_share_a_row() -> None:

@@ -136,6 +136,38 @@ def test_each_token_attends_to_its_own_sequence(
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_sequences_continue_the_first_tokens_of_another_one(window: int | None) -> None:
+    """Values and gradients are those of whole sequences."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, 13, 4, dtype=torch.float64) for heads in (4, 2, 2)]
+    bounds = ((0, 0, 6), (0, 6, 8), (0, 8, 9), (0, 9, 13))
+    shared = Rows.of(bounds, (1, 13), CPU, prefixes={6: (0, 4), 8: (0, 4)})
+    assert shared.longest == 6
+    whole = torch.tensor([*range(6), *range(4), 6, 7, *range(4), 8, *range(9, 13)])
+    alone = Rows.of(((0, 0, 6), (0, 6, 12), (0, 12, 17), (0, 17, 21)), (1, 21), CPU)
+    own = torch.tensor([*range(6), 10, 11, 16, *range(17, 21)])
+    results = []
+    for compute in (
+        lambda q, k, v: attention(LAYER, q, k, v, None, rows=shared, sliding_window=window)[0],
+        lambda q, k, v: attention(
+            LAYER,
+            q[:, :, whole],
+            k[:, :, whole],
+            v[:, :, whole],
+            None,
+            rows=alone,
+            sliding_window=window,
+        )[0][:, own],
+    ):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = compute(*leaves)
+        (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_backward_pass_writes_no_more_for_many_sequences_than_for_few(
     window: int | None,
@@ -210,6 +242,13 @@ def test_models_that_hand_arguments_to_their_attention_use_it(name: str) -> None
     decoder = small(name).get_decoder()
     assert try_varlen(decoder, CPU)
     assert decoder.config._attn_implementation == varlen.NAME
+    ids = torch.arange(1, 10)[None]
+    rows = Rows.of(((0, 0, 6), (0, 6, 9)), (1, 9), CPU, prefixes={6: (0, 4)})
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 4, 5, 6]])
+    shared = decoder(input_ids=ids, position_ids=positions, use_cache=False, rows=rows)
+    rows = Rows.of(((0, 0, 7),), (1, 7), CPU)
+    alone = decoder(input_ids=ids[:, [0, 1, 2, 3, 6, 7, 8]], use_cache=False, rows=rows)
+    torch.testing.assert_close(shared.last_hidden_state[:, 6:], alone.last_hidden_state[:, 4:])
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,16 @@ because a token never attends to its right. It is therefore exact and can use th
 kernel. Sorting by length keeps the padding small. Packing fills the rest of a row with shorter
 sequences. Rows are never longer than the longest sequence, so attention costs no more than with
 padding.
+
+The samples of a group begin with the same prompt. `shared` computes it once: the first sample is
+whole, and the others continue its first tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,12 +25,18 @@ from torch import Tensor
 from agenticrun_workers.algorithms.losses import StepTotals
 from agenticrun_workers.trainer.ranks import Ranks
 from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.types import IntArray
 
 Positions = NDArray[np.intp]
 Place = tuple[int, int]
 """Row of a sample and its first column."""
 Bounds = tuple[tuple[int, int, int], ...]
 """Row, start and end of each sequence in a micro-batch."""
+Prefixes = Mapping[int, tuple[int, int]]
+"""Sequences that continue the first tokens of another one in their row, by first column: the first
+column of the other one, and the number of tokens."""
+SHORTEST_SHARED = 16
+"""Fewest first tokens that are computed once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,8 @@ class MicroBatch:
     ids_BT: Tensor
     position_ids_BT: Tensor | None
     """Position ids that restart with each sequence of a packed row; None: one sequence per row."""
+    prefixes: Prefixes
+    """Empty if there is more than one row."""
     bounds: Bounds
     """Sequences of packed rows; otherwise each row, padding included."""
     spans: Bounds
@@ -56,10 +68,12 @@ class MicroBatch:
 
     @property
     def real_BT(self) -> Tensor:
-        """1 for each token, 0 for padding, in float64."""
+        """Number of samples that have each token, 0 for padding, in float64."""
         real_BT = np.zeros(tuple(self.ids_BT.shape))
         for row, start, end in self.spans:
             real_BT[row, start:end] = 1
+        for first, count in self.prefixes.values():
+            real_BT[0, first : first + count] += 1
         return torch.from_numpy(real_BT).to(self.ids_BT.device)
 
     def pick(self, samples: list[Sample], name: str, dtype: torch.dtype) -> Tensor:
@@ -105,13 +119,21 @@ class MicroBatcher:
         device: of the micro-batches.
         max_tokens: tokens of one micro-batch, padding included.
         packed: several sequences in a row.
+        shared: equal first tokens once.
     """
 
     def __init__(
-        self, ranks: Ranks, device: torch.device, max_tokens: int, *, packed: bool
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        max_tokens: int,
+        *,
+        packed: bool,
+        shared: bool = False,
     ) -> None:
         self.device = device
         self.packed = packed
+        self._shared = shared
         self._ranks = ranks
         self._max_tokens = max_tokens
 
@@ -122,7 +144,14 @@ class MicroBatcher:
 
         All ranks return the same number: the largest that any of them needs.
         """
-        batches = split(samples, select, self._max_tokens, self.device, packed=self.packed)
+        batches = split(
+            samples,
+            select,
+            self._max_tokens,
+            self.device,
+            packed=self.packed,
+            shared=self._shared,
+        )
         most = int(self._ranks.max([float(len(batches))])[0])
         return batches + [filler(self.device)] * (most - len(batches))
 
@@ -167,6 +196,7 @@ def split(
     device: torch.device,
     *,
     packed: bool = False,
+    shared: bool = False,
 ) -> list[MicroBatch]:
     """Split samples into micro-batches; each sample is in one of them.
 
@@ -180,11 +210,18 @@ def split(
             own.
         device: of the micro-batches.
         packed: put several sequences in a row.
+        shared: compute equal first tokens once, if that saves much.
     """
     chosen = {i: positions for i, sample in enumerate(samples) if len(positions := select(sample))}
     lengths = {i: int(positions[-1]) for i, positions in chosen.items()}
+    families = _families(samples, lengths, max_tokens) if shared else []
+    if 0 < len(families) < len(lengths):
+        return [
+            _lay_out(samples, chosen, places, device, True, common)
+            for places, common in _share(families, lengths, max_tokens)
+        ]
     layouts = _pack(lengths, max_tokens) if packed else _pad(lengths, max_tokens)
-    return [_lay_out(samples, chosen, places, device, packed) for places in layouts]
+    return [_lay_out(samples, chosen, places, device, packed, {}) for places in layouts]
 
 
 def filler(device: torch.device) -> MicroBatch:
@@ -198,6 +235,7 @@ def filler(device: torch.device) -> MicroBatch:
         [],
         torch.zeros(1, 1, dtype=torch.long, device=device),
         None,
+        {},
         ((0, 0, 1),),
         (),
         nothing,
@@ -241,30 +279,107 @@ def _pack(lengths: dict[int, int], max_tokens: int) -> list[dict[int, Place]]:
     return batches
 
 
+def _families(
+    samples: list[Sample], lengths: dict[int, int], max_tokens: int
+) -> list[tuple[list[int], int]]:
+    """Divide samples into families, and return how many first tokens all of a family have.
+
+    The division saves the most tokens. A family fits into a micro-batch.
+    """
+    order = sorted(lengths, key=lambda i: samples[i].tokens_T[: lengths[i]].tobytes())
+    common = [
+        _common(samples[a].tokens_T[: lengths[a] - 1], samples[b].tokens_T[: lengths[b] - 1])
+        for a, b in pairwise(order)
+    ]
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
+    """Saved tokens of the first samples, and where their last family begins and what it shares."""
+    for end in range(1, len(order) + 1):
+        longest = tokens = shortest = lengths[order[end - 1]]
+        options = [(best[end - 1][0], end - 1, 0)]
+        for begin in range(end - 2, -1, -1):
+            shortest = min(shortest, common[begin])
+            longest = max(longest, lengths[order[begin]])
+            tokens += lengths[order[begin]]
+            saved = shortest * (end - begin - 1)
+            # After a short prefix, attention with a mask would cost more than what is saved.
+            if shortest < max(SHORTEST_SHARED, longest / 3) or tokens - saved > max_tokens:
+                break
+            options.append((best[begin][0] + saved, begin, shortest))
+        best.append(max(options))
+    families = []
+    end = len(order)
+    while end:
+        _, begin, shared = best[end]
+        families.append((order[begin:end], shared))
+        end = begin
+    return families
+
+
+def _common(a_T: IntArray, b_T: IntArray) -> int:
+    """Return how many first tokens are equal."""
+    length = min(len(a_T), len(b_T))
+    return int(np.argmin(np.append(a_T[:length] == b_T[:length], False)))
+
+
+def _share(
+    families: list[tuple[list[int], int]], lengths: dict[int, int], max_tokens: int
+) -> list[tuple[dict[int, Place], dict[int, tuple[int, int]]]]:
+    """Place families one after another into a row per micro-batch.
+
+    Returns:
+        places, and for each sample but the first of its family: the column of the first one, and
+        the number of tokens that it has there.
+    """
+    batches: list[tuple[dict[int, Place], dict[int, tuple[int, int]]]] = []
+    end = max_tokens
+    for family, shared in families:
+        tokens = sum(lengths[i] for i in family) - shared * (len(family) - 1)
+        if end + tokens > max_tokens:
+            batches.append(({}, {}))
+            end = 0
+        places, prefixes = batches[-1]
+        first, skipped = end, 0
+        for i in family:
+            places[i] = (0, end)
+            if skipped:
+                prefixes[i] = (first, skipped)
+            end += lengths[i] - skipped
+            skipped = shared
+    return batches
+
+
 def _lay_out(
     samples: list[Sample],
     chosen: dict[int, Positions],
     places: dict[int, Place],
     device: torch.device,
     packed: bool,
+    prefixes: dict[int, tuple[int, int]],
 ) -> MicroBatch:
     order = sorted(places)
     lengths = [int(chosen[i][-1]) for i in order]
-    shape = (1 + max(row for row, _ in places.values()), max(lengths))
+    skipped = [prefixes.get(i, (0, 0)) for i in order]
+    spans = tuple(
+        (row, start, start + length - count)
+        for (row, start), length, (_, count) in zip(
+            (places[i] for i in order), lengths, skipped, strict=True
+        )
+    )
+    shape = (1 + max(row for row, _, _ in spans), max(end for _, _, end in spans))
     ids_BT = np.zeros(shape, np.int64)
     position_ids_BT = np.tile(np.arange(shape[1]), (shape[0], 1))
-    for i, length in zip(order, lengths, strict=True):
-        row, start = places[i]
-        ids_BT[row, start : start + length] = samples[i].tokens_T[:length]
-        position_ids_BT[row, start : start + length] = np.arange(length)
-    spans = tuple(
-        (row, start, start + length)
-        for (row, start), length in zip((places[i] for i in order), lengths, strict=True)
-    )
+    columns = []
+    for i, length, (row, start, end), (first, count) in zip(
+        order, lengths, spans, skipped, strict=True
+    ):
+        ids_BT[row, start:end] = samples[i].tokens_T[count:length]
+        position_ids_BT[row, start:end] = np.arange(count, length)
+        before = chosen[i] - 1
+        columns.append(before + np.where(before < count, first, start - count))
     bounds = spans if packed else tuple((row, 0, shape[1]) for row in range(shape[0]))
     counts = [len(chosen[i]) for i in order]
     rows_N = np.repeat([places[i][0] for i in order], counts)
-    columns_N = np.concatenate([chosen[i] + places[i][1] - 1 for i in order])
+    columns_N = np.concatenate(columns)
     targets_N = np.concatenate([np.append(samples[i].tokens_T, 0)[chosen[i]] for i in order])
 
     def to(array: NDArray[Any]) -> Tensor:
@@ -275,11 +390,12 @@ def _lay_out(
         [chosen[i] for i in order],
         to(ids_BT),
         to(position_ids_BT) if packed else None,
+        {places[i][1]: prefix for i, prefix in prefixes.items()},
         bounds,
         spans,
         to(rows_N),
         to(columns_N),
         to(targets_N),
         to(np.repeat(np.arange(len(order)), counts)),
-        sum(lengths),
+        sum(end - start for _, start, end in spans),
     )

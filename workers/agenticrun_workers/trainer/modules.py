@@ -75,7 +75,11 @@ class FullSequences(Sequences):
         # row would silently attend to each other.
         ids_BT = batch.ids_BT
         shape = (len(ids_BT), ids_BT.shape[1])
-        bounds = {"rows": Rows.of(batch.bounds, shape, ids_BT.device)} if self._varlen else {}
+        bounds = (
+            {"rows": Rows.of(batch.bounds, shape, ids_BT.device, prefixes=batch.prefixes)}
+            if self._varlen
+            else {}
+        )
         output = decoder(
             input_ids=ids_BT, position_ids=batch.position_ids_BT, use_cache=False, **bounds
         )

@@ -327,8 +327,11 @@ class ShardedModule(Generic[Module]):
         self.home = torch.device("cpu") if options.offload_policy else self.device
         self._host_copies = HostCopies()
         self._place(self.home)
+        packed, varlen = self._probe(packing)
+        # Kernels of GPUs take the keys of a sequence in one piece.
+        shared = varlen and self.device.type == "cpu"
         self.batcher = MicroBatcher(
-            self.ranks, self.device, max_tokens, packed=self._probe(packing)
+            self.ranks, self.device, max_tokens, packed=packed, shared=shared
         )
 
     def _shard(self, model: PreTrainedModel, module: Module, dtype: torch.dtype | None) -> None:
@@ -394,8 +397,11 @@ class ShardedModule(Generic[Module]):
             if head is not None:
                 register_fsdp_forward_method(head, "score")
 
-    def _probe(self, packing: bool) -> bool:
-        """Check the model and arrange its sequences. Return True if rows are packed."""
+    def _probe(self, packing: bool) -> tuple[bool, bool]:
+        """Check the model and arrange its sequences.
+
+        Return if rows are packed, and if the attention is that of `varlen`.
+        """
         module = self.module
         module.run(lambda: module.check(self.device))
         pieces = self._options.ulysses_sequence_parallel_size > 1
@@ -413,7 +419,7 @@ class ShardedModule(Generic[Module]):
                 lambda: UlyssesSequences(module.decoder, self.ranks, self.device, packed=packed)
             )
         self.reshard()
-        return packed
+        return packed, varlen
 
     @torch.no_grad()
     def score(

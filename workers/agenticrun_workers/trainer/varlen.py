@@ -12,6 +12,7 @@ import math
 import sys
 from dataclasses import dataclass
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agenticrun_workers.models.heads import UnsupportedModel
-from agenticrun_workers.trainer.micro_batch import Bounds
+from agenticrun_workers.trainer.micro_batch import Bounds, Prefixes
 
 NAME = "agenticrun_varlen"
 """Name of the attention function in transformers."""
@@ -41,10 +42,13 @@ class Rows:
     starts_N: Tensor
     """Start of each in the rows put end to end, and the end of the last one; int32."""
     longest: int
+    """Keys of a sequence at most."""
     whole: bool
     """Each row is one sequence, padding included."""
     group: dist.ProcessGroup | None
     """Ranks that hold pieces of these rows; None: this rank holds them whole."""
+    prefixes: Prefixes
+    """Not on a GPU."""
 
     @staticmethod
     def of(
@@ -52,6 +56,7 @@ class Rows:
         shape: tuple[int, int],
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        prefixes: Prefixes = MappingProxyType({}),
     ) -> Rows:
         """Return the rows of some sequences; padding becomes sequences of its own."""
         rows, width = shape
@@ -62,9 +67,13 @@ class Rows:
         return Rows(
             filled,
             torch.from_numpy(np.array(starts, np.int32)).to(device),
-            max(end - start for _, start, end in filled),
+            max(
+                end - start + (prefixes[start][1] if start in prefixes else 0)
+                for _, start, end in filled
+            ),
             len(filled) == rows,
             group,
+            prefixes,
         )
 
 
@@ -188,17 +197,27 @@ def _attend(
         return out.reshape(len(query_BhTD), -1, *out.shape[1:])  # type: ignore[no-any-return]
     # One `split`: the gradient of a slice is as large as the whole tensor, and each would be added.
     sizes = [end - start for _, start, end in rows.bounds]
-    pieces = (
+    query_parts, key_parts, value_parts = (
         torch.split(x.transpose(1, 2).flatten(0, 1), sizes)
         for x in (query_BhTD, key_BkTD, value_BkTD)
     )
+    places = {start: place for place, (_, start, _) in enumerate(rows.bounds)}
     parts = []
-    for length, piece in zip(sizes, zip(*pieces, strict=True), strict=True):
+    for (_, start, _), length, *piece in zip(
+        rows.bounds, sizes, query_parts, key_parts, value_parts, strict=True
+    ):
+        first, before = rows.prefixes.get(start, (0, 0))
+        if before:
+            # The last `length` keys are those of the queries.
+            piece[1:] = (
+                torch.cat([of[places[first]][:before], own])
+                for of, own in zip((key_parts, value_parts), piece[1:], strict=True)
+            )
         mask = None
-        if window is not None and window < length:
-            distance = torch.arange(length, device=query_BhTD.device)
-            distance = distance[:, None] - distance
-            mask = ((distance >= 0) & (distance < window))[None, None]
+        if before or (window is not None and window < length):
+            position = torch.arange(before + length, device=query_BhTD.device)
+            distance = position[before:, None] - position
+            mask = ((distance >= 0) & (distance < (window or before + length)))[None, None]
         query_1hLD, key_1kLD, value_1kLD = (x_LhD.transpose(0, 1)[None] for x_LhD in piece)
         part_1LhD, _ = sdpa_attention_forward(
             module, query_1hLD, key_1kLD, value_1kLD, mask, scaling=scaling
