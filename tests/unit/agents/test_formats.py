@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -58,32 +59,41 @@ def fits(text: str, schema: Any) -> bool:
     return True
 
 
+texts = st.text(st.characters(exclude_characters="\x7f", exclude_categories=["Cs"]), max_size=9)
+"""Not of the one character that JSON has and grammars of JSON do not: delete."""
+keys = st.text(st.characters(categories=["L", "N"]), max_size=3)
 points: st.SearchStrategy[Any] = st.recursive(
     st.fixed_dictionaries({"x": st.integers() | st.floats(allow_nan=False, allow_infinity=False)}),
-    lambda inner: st.fixed_dictionaries({"x": st.just(0), "on": inner}),
+    lambda inner: inner.map(lambda on: {"x": 0, "on": on}),
     max_leaves=3,
 )
+
+
+def in_order(value: dict[str, Any], schema: Any) -> dict[str, Any]:
+    return {key: value[key] for key in schema["properties"] if key in value}
+
+
 strict = st.fixed_dictionaries(
     {
-        "name": st.text(),
+        "name": texts,
         "age": st.integers(),
         "tags": st.lists(st.sampled_from(["red", "green", 3, None]), max_size=3),
         "next": points | st.none(),
         "ratio": st.floats(allow_nan=False, allow_infinity=False) | st.booleans(),
     }
-)
+).map(partial(in_order, schema=STRICT))
 values: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    st.none() | st.booleans() | st.integers() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner),
     max_leaves=8,
 )
-loose = st.dictionaries(st.text(max_size=3), values).flatmap(
-    lambda more: st.lists(st.text(), min_size=1, max_size=3).map(lambda a: more | {"a": a})
+loose = st.dictionaries(keys, values).flatmap(
+    lambda more: st.lists(texts, min_size=1, max_size=3).map(lambda a: {"a": a} | more | {"a": a})
 )
 examples = (
     st.tuples(strict, st.just(STRICT))
     | st.tuples(loose, st.sampled_from([LOOSE, ANYTHING]))
-    | st.tuples(st.dictionaries(st.text(max_size=3), values), st.just(ANYTHING))
+    | st.tuples(st.dictionaries(keys, values), st.just(ANYTHING))
 )
 
 
@@ -139,23 +149,25 @@ def test_no_text_is_complete_that_the_schema_rejects(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "kept", "next", "fixed"),
     [
-        ("", "", "{", True),
-        ("Sure!", "", "{", True),
-        ("{", "{", '"name": ', False),
+        ("", "", '{"name": ', True),
+        ("Sure!", "", '{"name": ', True),
+        ("{", "{", '"name": ', True),
         ('{"na', '{"na', 'me": ', True),
-        ('{"name": "x"', '{"name": "x"', ",", True),
-        ('{"name": "x", "age": x', '{"name": "x", "age": ', "0", False),
-        ('{"name": "x", "age": 1.', '{"name": "x", "age": 1', ",", True),
-        ('{"name": "x", "tags": ["r', '{"name": "x", "tags": ["r', 'ed"', True),
+        ('{"age": 1', '{"', 'name": ', True),
+        ('{"name": "x"', '{"name": "x"', ', "age": ', True),
+        ('{"name": "x", "age": x', '{"name": "x", "age": ', '0, "tags": ', False),
+        ('{"name": "x", "age": 1.', '{"name": "x", "age": 1', ', "tags": ', False),
+        (ONE[:36], '{"name": "x", "age": 3, "tags": ["re', 'd"', True),
         (
-            '{"name": "x", "tags": [3, 3, 3, 3',
-            '{"name": "x", "tags": [3, 3, 3',
-            "]",
+            ONE[:33] + "3, 3, 3, 3",
+            '{"name": "x", "age": 3, "tags": [3, 3, 3',
+            '], "next": ',
             True,
         ),
+        (ONE[:-4] + "no", ONE[:-4], "rue}", True),
         ('{"name": "a\nb', '{"name": "a', '"', False),
-        ('{"name": "\\u1', '{"name": "\\u1', "020", False),
-        ('{"colour', '{"', 'name": ', False),
+        ('{"name": "\\u1', '{"name": "\\u1', "0", False),
+        ('{"colour', '{"', 'name": ', True),
         (ONE[:-1] + ", ", ONE[:-1], "}", True),
     ],
 )
@@ -178,7 +190,7 @@ def test_a_call_has_the_name_of_a_tool_and_its_arguments() -> None:
     assert form.read(form.opening + "sub").next == 'add", "arguments": '
     strict_call = '<tool_call>{"name": "name it", "arguments": {"x"'
     assert form.read(strict_call).fits == len(strict_call) - 2
-    assert form.read(call[: -len("</tool_call>")]).next == "\n</tool_call>"
+    assert form.read(call[: -len("}\n</tool_call>")]).next == "}\n</tool_call>"
 
 
 TOOLS = [
@@ -294,7 +306,7 @@ def test_reasoning_of_any_form_may_come_first() -> None:
     for text in ("", "So {", "So {\n</thin"):
         reading = form.read(text)
         assert (reading.fits, reading.complete, reading.fixed) == (len(text), False, False)
-        assert form.read(text + reading.next).next == "{"
+        assert form.read(text + reading.next).next == '{"name": '
     assert form.read(f"So\n</think>\n\n{ONE} and").fits == len(f"So\n</think>\n\n{ONE}")
     assert AnswerFormat({"add": {}}, reasoning=("<think>", "</think>")).opening == ""
 
@@ -317,7 +329,7 @@ def test_with_a_schema_and_tools_the_first_character_decides() -> None:
     assert form.opening == ""
     assert form.read(ONE).complete
     assert form.read('<tool_call>{"name": "add", "arguments": {}}</tool_call>').complete
-    assert form.read("Well").next == "{"
+    assert form.read("Well").next == '{"name": '
 
 
 def test_spaces_without_end_are_ended() -> None:
@@ -325,11 +337,30 @@ def test_spaces_without_end_are_ended() -> None:
     assert (reading.fits, reading.next, reading.complete) == (1 + MAX_SPACES, '"name": ', False)
 
 
-def test_values_that_are_nested_without_end_are_ended() -> None:
-    text = '{"a": ' + "[" * 500
-    reading = AnswerFormat(schema=ANYTHING).read(text)
-    assert not reading.complete
-    assert reading.fits < 100
+def test_values_that_are_nested_deep_are_ended() -> None:
+    text = '{"a": ' + "[" * 300 + "x"
+    while not (reading := AnswerFormat(schema=ANYTHING).read(text)).complete:
+        text = text[: reading.fits] + reading.next
+    assert fits(text, ANYTHING)
+
+
+def test_a_tagged_argument_may_refer_to_any_part_of_the_schema() -> None:
+    pair = {"type": "array", "items": {"$ref": "#/properties/one"}}
+    schema = {"type": "object", "properties": {"one": {"type": "integer"}, "two": pair}}
+    how = find_family("qwen_xml", "").call_text
+    form = AnswerFormat({"add": schema | {"required": ["two"]}}, call_text=how)
+    text = form.opening + "<parameter=two>\n[1, "
+    assert (form.read(text + "2").fits, form.read(text + "a").fits) == (len(text) + 1, len(text))
+
+
+def test_a_schema_that_llguidance_refuses_is_the_clients_error() -> None:
+    for calls, schema, param in (
+        (None, {"type": "object", "not": {}}, "response_format"),
+        ({"add": {"$ref": "#/nowhere"}}, None, "tools"),
+    ):
+        with pytest.raises(ApiError, match="cannot be enforced") as refused:
+            AnswerFormat(calls, schema).read("")
+        assert refused.value.param == param
 
 
 @pytest.mark.parametrize(

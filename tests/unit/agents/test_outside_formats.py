@@ -82,11 +82,11 @@ def test_a_draw_that_leaves_the_format_is_trained_and_what_follows_is_written(
         assert json.loads(choice.message.content) == {"sum": 0, "why": "x"}
         logprobs = [each.logprob for each in choice.logprobs.content]
         assert answer.usage.completion_tokens == len(logprobs)
-        assert logprobs.count(0.0) == len(TOKENIZER.encode('um": 0'))
+        assert logprobs.count(0.0) == len(TOKENIZER.encode('um": 0, "why": '))
         await say(base_url, [user("?"), choice.message, user("sure?")])
         return 1.0
 
-    policy = Says(['{"s": 2', "two", "three", "four", ', "why": "x"}', "yes"])
+    policy = Says(['{"s": 2', "two", "three", "four", '"x"}', "yes"])
     trajectories = play(policy, run=agent_of(run))
     check_token_for_token(trajectories, policy.asked)
     ends = [CHAT.shown(each.turns[-1].response_T) for each in trajectories]

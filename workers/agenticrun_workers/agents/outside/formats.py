@@ -1,8 +1,9 @@
 """Formats that a request demands of its answer: JSON, a JSON schema, a tool call.
 
 Where nothing is trained, engines enforce formats: `AnswerFormat.structural_tag`. A run's engines do
-not, because masks change log-probs. There a format reads a text from its start. It says how much of
-it a valid answer can begin with, and which text would follow, and `session` samples with that.
+not, because masks change log-probs. There llguidance reads what was sampled. It says how much of it
+a valid answer can begin with, and which bytes may follow, and `session` samples with that. It needs
+no torch, which xgrammar imports: env workers are small without it.
 """
 
 from __future__ import annotations
@@ -11,18 +12,31 @@ import json
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from agenticrun_workers.agents.chat_families import HERMES, CallText
 from agenticrun_workers.agents.json_schema import Schema, resolved, types_of
 from agenticrun_workers.agents.outside.messages import refused
 
-SPACE = " \t\n\r"
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+SPACES = b" \t\n\r"
 MAX_SPACES = 40
 """Most spaces and line breaks between two parts of a value: a weak policy would never stop."""
-HEX = "0123456789abcdefABCDEF"
 MAX_DEPTH = 48
-"""Limit of nested values in an answer, and of references that lead to references."""
+"""Limit of references that lead to references."""
+MANY = 64
+"""More bytes than may follow anywhere but within a text of any form."""
+CLOSING = b'}],"/0{'
+"""Bytes that end a value, or else begin a short one, the first that is possible first."""
+JSON_OPTIONS = {
+    "x-guidance": {
+        "whitespace_pattern": rf"[ \t\n\r]{{1,{MAX_SPACES}}}",
+        "json_allow_general_unicode_escapes": True,
+    }
+}
 
 MAX_ITEMS = 10_000
 """Largest `minItems` and `maxItems`. Answers have fewer items, because each takes a token or more.
@@ -47,8 +61,6 @@ KEYWORDS = (
 )
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
-ANY = ("object", "array", "string", "number", "boolean", "null")
-"""Types of which a value may be if its schema has none; every integer is a number."""
 ELSEWHERE = ("$ref", "allOf", "anyOf")
 """Keywords that say everything about a value: no other keyword may stand beside them."""
 
@@ -119,39 +131,86 @@ class AnswerFormat:
             *([_text_tag(how.end)] if how.end else []),
         )
 
+    @property
+    def grammar(self) -> str:
+        """The format in the language of llguidance, a variant of Lark."""
+        rules = [f"SPACES: /[ \\t\\n\\r]{{1,{MAX_SPACES}}}/", "ANY_TEXT: /(?s:.*)/"]
+        options = [
+            self._call_rule(name, schema, rules) for name, schema in (self.calls or {}).items()
+        ]
+        if self.schema is not None:
+            options.append(_json_rule(self.schema))
+        start = f"start: SPACES? ({' | '.join(options)})"
+        if self.reasoning is not None:
+            begins, ends = self.reasoning
+            start = start.replace("start:", f"start: reasoning{'?' if begins else ''}")
+            rules.append(f"reasoning[lazy]: SPACES? {_quoted(begins)} ANY_TEXT {_quoted(ends)}")
+        return "\n".join([start, *rules])
+
+    def _call_rule(self, name: str, schema: Schema, rules: list[str]) -> str:
+        """Return the rule of a call, and add to `rules` what it refers to."""
+        how = self.call_text
+        assert how is not None
+        if how.quoted:
+            before = [*_words(how.start), _quoted(json.dumps(name)), *_words(how.between)]
+            return " SPACES? ".join([*before, _json_rule(schema), *_words(how.end)])
+        arguments = (
+            _json_rule(schema) if how.tags is None else _tagged_rule(schema, how.tags, rules)
+        )
+        return f"{_quoted(how.before_arguments(name))} {arguments} {_quoted(how.end)}"
+
     def read(self, text: str) -> Reading:
-        """Return how far a text keeps to the format."""
-        begins, ends = self.reasoning or (None, "")
-        said = text.lstrip()
-        if begins is None or not said.startswith(begins):
-            reading = self._read(text, 0)
-            if begins and said and reading.fits < len(text) and begins.startswith(said):
-                return Reading(len(text), False, begins[len(said) :], False)
-            return reading
-        place = text.find(ends)
-        if place < 0:
-            return Reading(len(text), False, f"\n{ends}\n\n", False)
-        return self._read(text, place + len(ends))
+        """Return how far a text keeps to the format.
 
-    def _read(self, text: str, start: int) -> Reading:
-        """Return how far a text keeps to the format from a place on."""
-        reader = _Reader(text, self.schema, start)
-        try:
-            reader.skip_space()
-            if self._wants_call(reader):
-                assert self.calls is not None
-                assert self.call_text is not None
-                reader.call(self.calls, self.call_text)
+        Raises:
+            ApiError: the format cannot be read.
+        """
+        said = text.encode()
+        matcher = _compiled(self.grammar).deep_copy()
+        size = matcher.try_consume_tokens([*said])
+        if matcher.is_error():
+            raise refused(
+                "tools" if self.schema is None else "response_format",
+                f"cannot be enforced: {matcher.get_error().splitlines()[0]}. Simplify the schema",
+            )
+        kept = said[:size].decode(errors="ignore")
+        matcher.rollback(size - len(kept.encode()))
+        if matcher.is_stopped():
+            return Reading(len(kept), True, "", True)
+        return Reading(len(kept), False, *self._continued(matcher))
+
+    def _continued(self, matcher: LLMatcher) -> tuple[str, bool]:
+        """Return text towards a whole answer, and True if all answers have it here."""
+        allowed = _allowed(matcher)
+        fixed = len(allowed) == 1
+        for end in self._ends if len(allowed) < MANY else (*self._ends, '"'):
+            closed, tokens = matcher.deep_copy(), [*end.encode()]
+            if closed.try_consume_tokens(tokens) == len(tokens) and (
+                closed.is_stopped() or _allowed(closed) != allowed
+            ):
+                return end, fixed
+        if len(allowed) >= MANY:
+            return "_", False  # a text whose end is not possible here, such as a key that is known
+        written = bytearray()
+        while not matcher.is_stopped():
+            allowed = _allowed(matcher)
+            if written.endswith((b":", b",")) and matcher.validate_tokens([*SPACES]) == len(SPACES):
+                byte = ord(" ")
+            elif written.endswith(b": ") or (len(allowed) > 1 and _is_whole(written)):
+                break
             else:
-                reader.value(self.schema)
-        except _Stop as stop:
-            return Reading(stop.at, False, stop.next, stop.fixed)
-        return Reading(reader.at, True, "", True)
+                byte = next((each for each in CLOSING if each in allowed), allowed[0])
+            matcher.consume_token(byte)
+            written.append(byte)
+        return written.decode(), fixed
 
-    def _wants_call(self, reader: _Reader) -> bool:
-        if self.calls is None or self.call_text is None:
-            return False
-        return self.schema is None or reader.sees(self.call_text.start[0])
+    @property
+    def _ends(self) -> Sequence[str]:
+        """Texts that end an argument and its name, reasoning, and a call."""
+        how = self.call_text
+        ends = [*how.tags[:0:-1]] if how is not None and how.tags is not None else []
+        ends += [f"\n{self.reasoning[1]}\n\n"] if self.reasoning is not None else []
+        return [*ends, how.end] if how is not None and how.end else ends
 
 
 def _text_tag(text: str) -> dict[str, Any]:
@@ -171,326 +230,114 @@ def _sequence_tag(*elements: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "sequence", "elements": elements}
 
 
-class _Stop(Exception):
-    """The text cannot continue this way, or it is complete."""
-
-    def __init__(self, at: int, next: str, *, fixed: bool = False) -> None:
-        super().__init__(at)
-        self.at, self.next, self.fixed = at, next, fixed
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
-class _Reader:
-    """Reads values from a text. Its methods raise `_Stop` at the end of what fits."""
+def _words(text: str) -> list[str]:
+    """Return the parts of a text between which there may be spaces."""
+    return [_quoted(word) for word in re.findall(r"[{}:,]|[^\s{}:,]+", text)]
 
-    def __init__(self, text: str, root: Schema, start: int) -> None:
-        self.at = start
-        self._text = text
-        self._root = root
-        self._depth = 0
 
-    def sees(self, letters: str) -> bool:
-        """Return True if the next character is one of these."""
-        return self.at < len(self._text) and self._text[self.at] in letters
+def _json_rule(schema: Schema) -> str:
+    return "%json " + json.dumps(JSON_OPTIONS | ({} if schema is True else schema))
 
-    def skip_space(self) -> None:
-        end = self.at + MAX_SPACES
-        while self.at < end and self.sees(SPACE):
-            self.at += 1
 
-    def call(self, calls: Mapping[str, Schema], how: CallText) -> None:
-        """Read a tool call."""
-        if how.quoted:
-            self._words(how.start)
-            self.skip_space()
-            name = json.loads(self._one_of([json.dumps(each) for each in calls], how.between))
-            self._words(how.between)
-            self.skip_space()
-        else:
-            self._literal(how.start)
-            found = self._one_of([each + how.between for each in calls])
-            name = found.removesuffix(how.between)
-        self._root = calls[name]
-        if how.tags is not None:
-            self._tagged(calls[name], how.tags, how.end)
-            return
-        self.value(calls[name])
-        if how.quoted:
-            self._words(how.end)
-        else:
-            self._literal(how.end)
+def _tagged_rule(root: Schema, tags: tuple[str, str, str], rules: list[str]) -> str:
+    """Return the rule of arguments between tags, and add the rules that it refers to."""
+    opening, begins, ends = tags
+    number = len(rules)
+    marks = f"({_quoted(opening)} | {_quoted(ends.strip())})"
+    text = f"(ANY_TEXT & ~(ANY_TEXT {marks} ANY_TEXT)) {_quoted(ends)}"
+    rules.append(f"text_{number}[lazy]: {text}")
 
-    def _tagged(self, schema: Schema, tags: tuple[str, str, str], end: str) -> None:
-        """Read arguments that are text between tags, and the end of the call."""
-        opening, begins, ends = tags
-        schema = self._meant(schema)
-        known: Mapping[str, Schema] = schema.get("properties", {})
-        others = schema.get("additionalProperties", True)
-        missing = list(schema.get("required", ()))
-        left = [*missing, *(key for key in known if key not in missing)]
-        while True:
-            wanted = [opening] if others is not False else [opening + key + begins for key in left]
-            found = self._one_of([*([] if missing else [end]), *wanted])
-            if found == end:
-                return
-            if others is False:
-                key = found.removeprefix(opening).removesuffix(begins)
-            else:
-                key = self._tag_name(missing[0] if missing else "key", begins)
-            left = [each for each in left if each != key]
-            missing = [each for each in missing if each != key]
-            self._tag_value(self._meant(known.get(key, others)), opening, ends)
-
-    def _tag_name(self, default: str, begins: str) -> str:
-        """Read the name of any argument, and the text after it."""
-        start = self.at
-        while self.at < len(self._text) and not self.sees("<>\n"):
-            self.at += 1
-        if self.at == start:
-            raise _Stop(start, default + begins)
-        name = self._text[start : self.at]
-        self._literal(begins)
-        return name
-
-    def _tag_value(self, schema: Schema, opening: str, ends: str) -> None:
-        """Read the value of an argument and the text after it. Texts stand there as they are."""
+    def value(schema: Schema) -> str:
+        """Return the rule of a value and the text after it. Texts stand there as they are."""
+        schema = _meant(schema, root)
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
-            written = [
-                each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
-                for each in values
-            ]
-            self._one_of([each + ends for each in written])
-            return
-        kinds = types_of(schema, self._root)
-        if kinds and "string" not in kinds:
-            self.value(schema)
-            self._literal(ends)
-            return
-        close, start = ends.strip(), self.at
-        places = {mark: self._text.find(mark, start) for mark in (close, opening)}
-        found = [(place, mark) for mark, place in places.items() if place >= 0]
-        if not found:
-            raise _Stop(len(self._text), ends)
-        place, mark = min(found)
-        before, after = ends[: ends.index(close)], ends[ends.index(close) + len(close) :]
-        if mark == opening or not self._text[start:place].endswith(before):
-            raise _Stop(place + len(mark) - 1, ends)
-        self.at = place + len(close)
-        self._literal(after)
+            written = [each if isinstance(each, str) else _quoted(each) for each in values]
+            return f"({' | '.join(_quoted(each + ends) for each in written)})"
+        kinds = types_of(schema, root)
+        if not kinds or "string" in kinds:
+            return f"text_{number}"
+        whole = {"$defs": {"root": root}}
+        return f"{_json_rule(_from_root(schema) | _from_root(whole))} {_quoted(ends)}"
 
-    def _meant(self, schema: Schema) -> Schema:
-        """Return the schema that a schema refers to."""
-        for _ in range(MAX_DEPTH):
-            if schema is True:
-                return {}
-            if "$ref" in schema:
-                schema = resolved(self._root, schema["$ref"])
-            elif "allOf" in schema:
-                schema = schema["allOf"][0]
-            else:
-                break
-        return schema
+    schema = _meant(root, root)
+    others = schema.get("additionalProperties", True)
+    required = schema.get("required", ())
+    known = dict.fromkeys(required, others) | schema.get("properties", {})
+    parts = [
+        f"({_quoted(opening + key + begins)} {value(part)}){'' if key in required else '?'}"
+        for key, part in known.items()
+    ]
+    if others is not False:
+        names = f" & ~({' | '.join(map(_quoted, known))})" if known else ""
+        rules.append(f"NAME_{number}: /[^<>\\n]+/{names}")
+        parts.append(f"({_quoted(opening)} NAME_{number} {_quoted(begins)} {value(others)})*")
+    return " ".join(parts)
 
-    def value(self, schema: Schema) -> None:
-        """Read one value of the schema."""
-        if self._depth >= MAX_DEPTH:
-            raise _Stop(self.at, "null")
-        self._depth += 1
-        schema = {} if schema is True else schema
+
+def _meant(schema: Schema, root: Schema) -> Schema:
+    """Return the schema that a schema refers to."""
+    for _ in range(MAX_DEPTH):
+        if schema is True:
+            return {}
         if "$ref" in schema:
-            self.value(resolved(self._root, schema["$ref"]))
+            schema = resolved(root, schema["$ref"])
         elif "allOf" in schema:
-            self.value(schema["allOf"][0])
-        elif "enum" in schema or "const" in schema:
-            values = schema["enum"] if "enum" in schema else [schema["const"]]
-            self._one_of([json.dumps(value, ensure_ascii=False) for value in values])
-        elif "anyOf" in schema:
-            self._any_of(schema["anyOf"])
-        elif isinstance(kinds := schema.get("type", ANY), str):
-            self._of_type(kinds, schema)
+            schema = schema["allOf"][0]
         else:
-            self._any_of([schema | {"type": kind} for kind in kinds])
-        self._depth -= 1
-
-    def _of_type(self, kind: str, schema: Schema) -> None:
-        match kind:
-            case "object":
-                self._object(schema)
-            case "array":
-                self._array(schema)
-            case "string":
-                self._string()
-            case "number" | "integer":
-                self._number(whole=kind == "integer")
-            case "boolean":
-                self._one_of(["true", "false"])
-            case _:
-                self._literal("null")
-
-    def _any_of(self, schemas: Sequence[Schema]) -> None:
-        """Read a value of the schema that fits the longest part of the text."""
-        start, depth = self.at, self._depth
-        ends: list[int] = []
-        stops: list[_Stop] = []
-        for schema in schemas:
-            self.at, self._depth = start, depth
-            try:
-                self.value(schema)
-                ends.append(self.at)
-            except _Stop as stop:
-                stops.append(stop)
-        furthest = max((stop.at for stop in stops), default=-1)
-        if ends and max(ends) >= furthest:
-            self.at, self._depth = max(ends), depth
-            return
-        last = [stop for stop in stops if stop.at == furthest]
-        raise _Stop(furthest, last[0].next, fixed=len(last) == 1 and last[0].fixed)
-
-    def _object(self, schema: Schema) -> None:
-        known: Mapping[str, Schema] = schema.get("properties", {})
-        others = schema.get("additionalProperties", True)
-        missing = list(schema.get("required", ()))
-        left = [*missing, *(key for key in known if key not in missing)]
-        self._literal("{")
-        self.skip_space()
-        first = True
-        while True:
-            may_end, may_go_on = not missing, bool(left) or others is not False
-            if may_end and self.sees("}"):
-                self.at += 1
-                return
-            if may_end and not (may_go_on and self.sees('"' if first else ",")):
-                raise _Stop(self.at, "}", fixed=not may_go_on)
-            if not first:
-                self._literal(",")
-                self.skip_space()
-            key = self._key(left, missing, others)
-            left = [each for each in left if each != key]
-            missing = [each for each in missing if each != key]
-            self._mark(":")
-            self.skip_space()
-            self.value(known.get(key, others))
-            self.skip_space()
-            first = False
-
-    def _key(self, left: Sequence[str], missing: Sequence[str], others: Schema) -> str:
-        if others is False:
-            written = [json.dumps(key, ensure_ascii=False) for key in left]
-            return str(json.loads(self._one_of(written, ": ")))
-        if not self.sees('"'):
-            asked = json.dumps(missing[0], ensure_ascii=False) if missing else '"key"'
-            raise _Stop(self.at, f"{asked}: ")
-        start = self.at
-        self._string()
-        return str(json.loads(self._text[start : self.at]))
-
-    def _array(self, schema: Schema) -> None:
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        self._literal("[")
-        self.skip_space()
-        count = 0
-        while True:
-            if count >= least and self.sees("]"):
-                self.at += 1
-                return
-            if count:
-                if most is not None and count >= most:
-                    raise _Stop(self.at, "]", fixed=True)
-                if not self.sees(","):
-                    raise _Stop(self.at, "]" if count >= least else ", ", fixed=count < least)
-                self.at += 1
-                self.skip_space()
-            elif most == 0 or (self.at == len(self._text) and not least):
-                raise _Stop(self.at, "]", fixed=most == 0)
-            self.value(schema.get("items", True))
-            self.skip_space()
-            count += 1
-
-    def _string(self) -> None:
-        self._literal('"')
-        while not self.sees('"'):
-            if self.at == len(self._text) or ord(self._text[self.at]) < ord(" "):
-                raise _Stop(self.at, '"')
-            if self._text[self.at] == "\\":
-                self._escape()
-            else:
-                self.at += 1
-        self.at += 1
-
-    def _escape(self) -> None:
-        self.at += 1
-        if self.sees("u"):
-            self.at += 1
-            for number in range(4):
-                if not self.sees(HEX):
-                    raise _Stop(self.at, "0020"[number:])
-                self.at += 1
-        elif self.sees('"\\/bfnrt'):
-            self.at += 1
-        else:
-            raise _Stop(self.at, "n")
-
-    def _number(self, *, whole: bool) -> None:
-        if self.sees("-"):
-            self.at += 1
-        if self.sees("0"):
-            self.at += 1
-        else:
-            self._digits()
-        if not whole and self.sees("."):
-            self.at += 1
-            self._digits()
-        if not whole and self.sees("eE"):
-            self.at += 1
-            if self.sees("+-"):
-                self.at += 1
-            self._digits()
-
-    def _digits(self) -> None:
-        if not self.sees("0123456789"):
-            raise _Stop(self.at, "0")
-        while self.sees("0123456789"):
-            self.at += 1
-
-    def _mark(self, mark: str) -> None:
-        """Read spaces and a mark."""
-        self.skip_space()
-        self._literal(mark)
-
-    def _words(self, text: str) -> None:
-        """Read a part of a JSON object, with other spaces than the text has, too."""
-        for spaces, word in re.findall(r"(\s*)([{}:,]|[^\s{}:,]+)", text):
-            start = self.at
-            self.skip_space()
-            self._literal(word, spaces if self.at - start < MAX_SPACES else "")
-
-    def _literal(self, literal: str, before: str = "") -> None:
-        """Read a fixed text. `before` is written before it, if anything is."""
-        size = _common(self._text, self.at, literal)
-        if size < len(literal):
-            spaces = before if not size else ""
-            raise _Stop(self.at + size, spaces + literal[size:], fixed=True)
-        self.at += size
-
-    def _one_of(self, options: Sequence[str], after: str = "") -> str:
-        """Read the longest option that the text has. `after` is written after one."""
-        found = [each for each in options if self._text.startswith(each, self.at)]
-        if found:
-            longest = max(found, key=len)
-            self.at += len(longest)
-            return longest
-        sizes = [_common(self._text, self.at, each) for each in options]
-        size = max(sizes)
-        nearest = [each for each, own in zip(options, sizes, strict=True) if own == size]
-        raise _Stop(self.at + size, nearest[0][size:] + after, fixed=len(nearest) == 1)
+            break
+    return schema
 
 
-def _common(text: str, at: int, literal: str) -> int:
-    """Return the number of characters of the literal that the text has at this place."""
-    size = 0
-    while size < len(literal) and text.startswith(literal[size], at + size):
-        size += 1
-    return size
+def _from_root(schema: Any) -> Any:
+    """Return a part of a schema that has the whole schema as its definition `root`."""
+    if isinstance(schema, list):
+        return [_from_root(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: f"#/$defs/root{part[1:]}"
+        if key == "$ref" and isinstance(part, str)
+        else _from_root(part)
+        for key, part in schema.items()
+    }
+
+
+class _Bytes:
+    """A tokenizer of which each byte is a token."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([each]) for each in range(256)), b"")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [*text]
+
+
+@lru_cache(maxsize=32)
+def _compiled(grammar: str) -> LLMatcher:
+    """Return a matcher at the start of a text. To copy it is faster than to compile it again."""
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+    return LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes()), slices=[]), grammar, log_level=0)
+
+
+def _allowed(matcher: LLMatcher) -> list[int]:
+    """Return the bytes that may follow, without spaces that mean nothing."""
+    mask = matcher.compute_logit_bias()
+    allowed = [byte for byte in range(256) if mask[byte]]
+    if ord("\n") not in allowed:  # in a string, where a space is text
+        return allowed
+    return [byte for byte in allowed if byte not in SPACES] or allowed
+
+
+def _is_whole(text: bytearray) -> bool:
+    """Return True if there is a text that ends with a whole character."""
+    return bool(text) and text.decode(errors="ignore").encode() == text
 
 
 def check_schema(schema: Any, param: str) -> Schema:
