@@ -324,6 +324,58 @@ def test_an_answer_may_begin_with_reasoning_or_not(calls: Any) -> None:
     assert form.read(f"{ONE[:5]}<think>").fits == 5
 
 
+def test_space_before_an_answer_without_reasoning_is_no_reasoning() -> None:
+    form = AnswerFormat({"add": {"type": "object"}}, reasoning=("<think>", "</think>"))
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    for text in (f"\n{call}", f"\n<think>\nx</think>\n{call}"):
+        assert (form.read(text).fits, form.read(text).complete) == (len(text), True)
+
+
+def enumerated(*options: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"enum": [*options]}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [(("да", "нет"), ""), (("north", "northeast"), "north")]
+)
+@pytest.mark.parametrize("family", ["json", "qwen_xml"])
+def test_the_endpoint_never_chooses_where_the_policy_may(
+    options: tuple[str, ...], said: str, family: str
+) -> None:
+    if family == "json":
+        form, start = AnswerFormat(schema=enumerated(*options)), '{"a": "'
+    else:
+        how = find_family(family, "").call_text
+        form = AnswerFormat({"add": enumerated(*options)}, call_text=how)
+        start = f"{form.opening}<parameter=a>\n"
+    assert not form.read(start + said).fixed
+
+
+def test_tagged_arguments_come_in_the_order_of_the_schema() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"path": {"type": "string"}, "content": {"type": "string"}},
+        "required": ["content"],
+    }
+    form = AnswerFormat({"add": schema}, call_text=find_family("qwen_xml", "").call_text)
+    text = form.opening + tagged("qwen_xml", {"path": "a", "content": "b"})
+    reading = form.read(text)
+    # More arguments may follow, so the end of the call is not all that can be written.
+    assert (reading.fits, reading.fixed) == (len(text), False)
+
+
+def test_a_value_without_an_end_is_written_piece_by_piece() -> None:
+    nested = {"type": "array", "items": {"$ref": "#/$defs/nested"}, "minItems": 1}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/nested"}},
+        "required": ["a"],
+        "$defs": {"nested": nested},
+    }
+    reading = AnswerFormat(schema=check_schema(schema, "s")).read('{"a": ')
+    assert set(reading.next) == {"["}
+
+
 def test_with_a_schema_and_tools_the_first_character_decides() -> None:
     form = AnswerFormat({"add": {"type": "object"}}, STRICT)
     assert form.opening == ""

@@ -3,8 +3,8 @@
 Micro-batches hold samples of similar length. Right padding under causal attention needs no mask,
 because a token never attends to its right. It is therefore exact and can use the fastest attention
 kernel. Sorting by length keeps the padding small. Packing fills the rest of a row with shorter
-sequences. Rows are never longer than the longest sequence, so attention costs no more than with
-padding.
+sequences. Packed rows are never longer than the longest sequence, so attention costs no more than
+with padding.
 
 The samples of a group begin with the same prompt. `shared` computes it once: the first sample is
 whole, and the others continue its first tokens.
@@ -37,6 +37,9 @@ Prefixes = Mapping[int, tuple[int, int]]
 column of the other one, and the number of tokens."""
 SHORTEST_SHARED = 16
 """Fewest first tokens that are computed once."""
+LARGEST_FAMILY = 64
+"""Most samples that share them. More would save little, and the search for the best division takes
+this many looks for each sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +299,7 @@ def _families(
     for end in range(1, len(order) + 1):
         longest = tokens = shortest = lengths[order[end - 1]]
         options = [(best[end - 1][0], end - 1, 0)]
-        for begin in range(end - 2, -1, -1):
+        for begin in range(end - 2, max(-1, end - 1 - LARGEST_FAMILY), -1):
             shortest = min(shortest, common[begin])
             longest = max(longest, lengths[order[begin]])
             tokens += lengths[order[begin]]

@@ -46,7 +46,7 @@ class Sequences(Protocol):
         ...
 
     def real(self, batch: MicroBatch) -> Tensor:
-        """Return 1 for each token that `hidden` computes on this rank, 0 for padding; flat."""
+        """Return, for each token that `hidden` computes here, how many samples have it; flat."""
         ...
 
     def mine(self, batch: MicroBatch, values_N: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class RouterLoad:
         """Count the tokens of the forward pass in the `with` block.
 
         Args:
-            real_T: 1 for each token of the pass, 0 for padding; None counts nothing.
+            real_T: number of samples that have each token, 0 for padding; None counts nothing.
         """
         self._real_T = real_T
         try:

@@ -1,4 +1,4 @@
-"""Attention over the sequences of packed rows, without a mask, whole or in pieces.
+"""Attention over the sequences of packed rows, without a mask of the row, whole or in pieces.
 
 The bounds of the sequences go through the decoder to each layer's attention function, which
 transformers knows under `NAME`. On a GPU one kernel computes all sequences; elsewhere, and in

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from agenticrun_workers.agents.chat_families import HERMES, CallText
 from agenticrun_workers.agents.json_schema import Schema, resolved, types_of
-from agenticrun_workers.agents.outside.messages import refused
+from agenticrun_workers.agents.outside.messages import ApiError, refused
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -28,7 +28,9 @@ MAX_SPACES = 40
 MAX_DEPTH = 48
 """Limit of references that lead to references."""
 MANY = 64
-"""More bytes than may follow anywhere but within a text of any form."""
+"""Fewest bytes that may follow inside a text of any form; elsewhere fewer may."""
+MOST_WRITTEN = 1024
+"""Bytes that are written at once: a schema may demand a value without an end."""
 CLOSING = b'}],"/0{'
 """Bytes that end a value, or else begin a short one, the first that is possible first."""
 JSON_OPTIONS = {
@@ -140,12 +142,14 @@ class AnswerFormat:
         ]
         if self.schema is not None:
             options.append(_json_rule(self.schema))
-        start = f"start: SPACES? ({' | '.join(options)})"
+        before = "SPACES?"
         if self.reasoning is not None:
             begins, ends = self.reasoning
-            start = start.replace("start:", f"start: reasoning{'?' if begins else ''}")
-            rules.append(f"reasoning[lazy]: SPACES? {_quoted(begins)} ANY_TEXT {_quoted(ends)}")
-        return "\n".join([start, *rules])
+            # Spaces stay outside the lazy rule, or it would take those before an answer without
+            # reasoning.
+            before = "SPACES? (reasoning SPACES?)?" if begins else "reasoning SPACES?"
+            rules.append(f"reasoning[lazy]: {_quoted(begins)} ANY_TEXT {_quoted(ends)}")
+        return "\n".join([f"start: {before} ({' | '.join(options)})", *rules])
 
     def _call_rule(self, name: str, schema: Schema, rules: list[str]) -> str:
         """Return the rule of a call, and add to `rules` what it refers to."""
@@ -169,10 +173,7 @@ class AnswerFormat:
         matcher = _compiled(self.grammar).deep_copy()
         size = matcher.try_consume_tokens([*said])
         if matcher.is_error():
-            raise refused(
-                "tools" if self.schema is None else "response_format",
-                f"cannot be enforced: {matcher.get_error().splitlines()[0]}. Simplify the schema",
-            )
+            raise self._refused(matcher)
         kept = said[:size].decode(errors="ignore")
         matcher.rollback(size - len(kept.encode()))
         if matcher.is_stopped():
@@ -180,29 +181,57 @@ class AnswerFormat:
         return Reading(len(kept), False, *self._continued(matcher))
 
     def _continued(self, matcher: LLMatcher) -> tuple[str, bool]:
-        """Return text towards a whole answer, and True if all answers have it here."""
-        allowed = _allowed(matcher)
-        fixed = len(allowed) == 1
+        """Return text towards a whole answer, and True if all answers have it here.
+
+        Raises:
+            ApiError: the format cannot be read further.
+        """
+        allowed = self._allowed(matcher)
         for end in self._ends if len(allowed) < MANY else (*self._ends, '"'):
-            closed, tokens = matcher.deep_copy(), [*end.encode()]
-            if closed.try_consume_tokens(tokens) == len(tokens) and (
-                closed.is_stopped() or _allowed(closed) != allowed
-            ):
-                return end, fixed
+            closed, fixed = matcher.deep_copy(), True
+            for byte in end.encode():
+                if closed.is_stopped() or not closed.validate_tokens([byte]):
+                    break
+                options = self._allowed(closed)
+                # Spaces that mean nothing are no option, and still may be written.
+                fixed = fixed and (options == [byte] or (byte in SPACES and byte not in options))
+                closed.consume_token(byte)
+            else:
+                if closed.is_stopped() or self._allowed(closed) != allowed:
+                    return end, fixed
         if len(allowed) >= MANY:
             return "_", False  # a text whose end is not possible here, such as a key that is known
-        written = bytearray()
+        written, fixed = bytearray(), True
         while not matcher.is_stopped():
-            allowed = _allowed(matcher)
+            allowed = self._allowed(matcher)
             if written.endswith((b":", b",")) and matcher.validate_tokens([*SPACES]) == len(SPACES):
                 byte = ord(" ")
-            elif written.endswith(b": ") or (len(allowed) > 1 and _is_whole(written)):
+            elif _is_whole(written) and (
+                written.endswith(b": ") or len(allowed) > 1 or len(written) >= MOST_WRITTEN
+            ):
                 break
             else:
                 byte = next((each for each in CLOSING if each in allowed), allowed[0])
+                fixed = fixed and len(allowed) == 1
             matcher.consume_token(byte)
             written.append(byte)
         return written.decode(), fixed
+
+    def _allowed(self, matcher: LLMatcher) -> list[int]:
+        """Return the bytes that may follow, without spaces that mean nothing."""
+        mask = matcher.compute_logit_bias()
+        if matcher.is_error():
+            raise self._refused(matcher)
+        allowed = [byte for byte in range(256) if mask[byte]]
+        # One space alone is text, or a part of what must follow.
+        meaningless = all(mask[byte] for byte in SPACES)
+        return [byte for byte in allowed if not (meaningless and byte in SPACES)] or allowed
+
+    def _refused(self, matcher: LLMatcher) -> ApiError:
+        return refused(
+            "tools" if self.schema is None else "response_format",
+            f"cannot be enforced: {matcher.get_error().splitlines()[0]}. Simplify the schema",
+        )
 
     @property
     def _ends(self) -> Sequence[str]:
@@ -267,7 +296,8 @@ def _tagged_rule(root: Schema, tags: tuple[str, str, str], rules: list[str]) -> 
     schema = _meant(root, root)
     others = schema.get("additionalProperties", True)
     required = schema.get("required", ())
-    known = dict.fromkeys(required, others) | schema.get("properties", {})
+    properties = schema.get("properties", {})
+    known = properties | {key: others for key in required if key not in properties}
     parts = [
         f"({_quoted(opening + key + begins)} {value(part)}){'' if key in required else '?'}"
         for key, part in known.items()
@@ -324,15 +354,6 @@ def _compiled(grammar: str) -> LLMatcher:
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     return LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes()), slices=[]), grammar, log_level=0)
-
-
-def _allowed(matcher: LLMatcher) -> list[int]:
-    """Return the bytes that may follow, without spaces that mean nothing."""
-    mask = matcher.compute_logit_bias()
-    allowed = [byte for byte in range(256) if mask[byte]]
-    if ord("\n") not in allowed:  # in a string, where a space is text
-        return allowed
-    return [byte for byte in allowed if byte not in SPACES] or allowed
 
 
 def _is_whole(text: bytearray) -> bool:

@@ -704,6 +704,7 @@ class Session:
         """
         longest = self._longest(prompt_T, options)
         answer = _Parts(self.policy.chat, prompt_T)
+        form.read("")  # refuses, before anything is sampled, what cannot be enforced
         answer.write(self._encoded(form.opening))
         if answer.size >= longest:
             raise refused("max_tokens", f"{longest} leave no room for the format of the answer")
