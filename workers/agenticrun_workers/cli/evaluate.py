@@ -88,7 +88,7 @@ def _play(
     from agenticrun_workers.driver.evaluation import evaluate as play
     from agenticrun_workers.driver.evaluation import evaluation_run
     from agenticrun_workers.driver.export import export_checkpoint
-    from agenticrun_workers.driver.local_actors import check_gpus, embedded_ray
+    from agenticrun_workers.driver.local_actors import check_gpus, embedded_ray, gpus_here
 
     what = model or run.spec.model.path or ""
     if checkpoint is not None:
@@ -109,7 +109,7 @@ def _play(
     ]
     bars = Progress(*columns, console=console, transient=True)
     with embedded_ray(playing) as launcher, bars as progress:
-        check_gpus(run, {run.spec.engine_role, Role.ENV})
+        check_gpus(run, {run.spec.engine_role, Role.ENV}, gpus_here())
         bar = progress.add_task("", total=playing.spec.pipeline.val_batch_size)
         results = asyncio.run(
             play(playing, launcher, lambda episodes: progress.advance(bar, episodes))

@@ -16,6 +16,7 @@ from agenticrun_workers.driver.attempt import AttemptRunner
 from agenticrun_workers.driver.local_actors import (
     check_gpus,
     embedded_ray,
+    gpus_here,
     in_one_process,
     threads_of_this_process,
 )
@@ -77,7 +78,7 @@ def run_locally(
     with _log_file(output / "run.log"), actors as launcher:
         # Only a running Ray knows which GPUs it has found.
         if not in_process:
-            check_gpus(run, pods)
+            check_gpus(run, pods, gpus_here())
         with display:
             return asyncio.run(_train(run, folder, display, launcher, code))
 

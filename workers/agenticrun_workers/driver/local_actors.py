@@ -161,7 +161,7 @@ def gpus_here() -> int:
 def check_gpus(
     run: AgenticRun,
     pods: Collection[Role],
-    available: int | None = None,
+    available: int,
     found_by: str = "this machine has",
 ) -> None:
     """Raise `InvalidConfig` if pods ask for more GPUs than there are.
@@ -170,12 +170,11 @@ def check_gpus(
 
     Args:
         pods: roles of the pods that are needed.
-        available: number of GPUs of this machine; default: the GPUs that Ray has found.
+        available: number of GPUs of this machine.
         found_by: subject and verb of the sentence that ends with this number.
     """
     roles = run.spec.roles
     asked = {role.value: roles.total_gpus(role) for role in sorted(pods) if roles.total_gpus(role)}
-    available = gpus_here() if available is None else available
     if sum(asked.values()) <= available:
         return
     # All roles at once: with one alone, the user would get the next refusal.
