@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from agenticrun_workers.agents.chat_families import HERMES, CallText
@@ -81,7 +81,7 @@ class Reading:
     """True if every valid answer continues with `next`, except for its spaces."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AnswerFormat:
     """Format of an answer: a tool call, a JSON value, or one of the two."""
 
@@ -170,7 +170,7 @@ class AnswerFormat:
             ApiError: the format cannot be read.
         """
         said = text.encode()
-        matcher = _compiled(self.grammar).deep_copy()
+        matcher = self._matcher.deep_copy()
         size = matcher.try_consume_tokens([*said])
         if matcher.is_error():
             raise self._refused(matcher)
@@ -179,6 +179,11 @@ class AnswerFormat:
         if matcher.is_stopped():
             return Reading(len(kept), True, "", True)
         return Reading(len(kept), False, *self._continued(matcher))
+
+    @cached_property
+    def _matcher(self) -> LLMatcher:
+        """At the start of a text. Each draw of an answer is read, so the grammar is made once."""
+        return _compiled(self.grammar)
 
     def _continued(self, matcher: LLMatcher) -> tuple[str, bool]:
         """Return text towards a whole answer, and True if all answers have it here.
