@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
@@ -34,6 +35,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 if settings.get_current_profile_name() == "repeatable":
     # Otherwise examples also use constants of the modules that this process has already imported.
     providers._get_local_constants = lambda: providers._local_constants
+
+
+# Failed assertions of shared suites show their values. Here, because it must precede their imports.
+SUPPORT = Path(__file__).parent / "support"
+pytest.register_assert_rewrite(*({file.stem for file in SUPPORT.glob("*.py")} - sys.modules.keys()))
 
 
 # Tests send Ctrl-C to programs that they start, and those inherit what is blocked here. Who started

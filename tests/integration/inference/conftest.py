@@ -1,17 +1,8 @@
-"""Assertions of the shared suite show their values, as those of test modules do."""
+"""What tests of several engines share."""
 
 import pytest
 
 from agenticrun_workers.inference import engine
-
-pytest.register_assert_rewrite(
-    "engine_checks",
-    "outside_agents",
-    "sampling_conformance",
-    "request_conformance",
-    "update_conformance",
-    "engine_conformance",
-)
 
 
 @pytest.fixture
