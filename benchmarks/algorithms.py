@@ -113,16 +113,15 @@ LEVEL_FILTERS = tuple(
 CASES: dict[str, Callable[[Batch], object]] = {
     "clone": lambda b: b.tensor.clone(),
     "gae": lambda b: token_advantages(
-        TokenSpec("gae", 0.99, 0.95), b.tokens, b.episodes.rewards_K, "reward", 0.0, alone
+        TokenSpec("gae", 0.99, 0.95), b.tokens, b.episodes.rewards_K, 0.0, alone
     ),
     "reinforce": lambda b: token_advantages(
-        TokenSpec("reinforce", 0.99), b.tokens, b.episodes.rewards_K, "reward", 0.0, alone
+        TokenSpec("reinforce", 0.99), b.tokens, b.episodes.rewards_K, 0.0, alone
     ),
     "gigpo": lambda b: token_advantages(
         TokenSpec("gigpo"),
         b.tokens,
         assign_credit(CreditSpec("gigpo"), b.episodes).per_turn_K,
-        "advantage",
         0.0,
         alone,
     ),
@@ -130,7 +129,6 @@ CASES: dict[str, Callable[[Batch], object]] = {
         TokenSpec("grpo", correction=CorrectionSpec(WeightSpec("token"), LEVEL_FILTERS)),
         b.tokens,
         b.episodes.rewards_K,
-        "advantage",
         0.0,
         alone,
     ),

@@ -196,8 +196,8 @@ class Learner:
         self._trainer.held = {trajectory.key: trajectory for trajectory in played}
         [plan] = plan_batch(self._pipeline, groups, 1, version)
         scored = self._trainer.score(plan)
-        credits = self._credit.assign(results, scored.kl)
-        self._trainer.compute_advantages(credits)
+        credits, _ = self._credit.assign(results, scored.kl)
+        self._trainer.compute_advantages(credits, self._credit.kl_coef)
         if self._pipeline.uses_critic:
             self._trainer.train_critic()
         self._trainer.train_actor(version, version > self._pipeline.critic_warmup)

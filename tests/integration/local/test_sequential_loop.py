@@ -123,11 +123,8 @@ async def train_one_after_the_other(
             mini_batches=consecutive(order),
         )
         batch.old_logprobs = trainer.compute_log_probs(batch.samples)
-        batch.compute_advantages(
-            token_spec(pipeline),
-            CreditAssigner(pipeline).assign(results, None),
-            trainer.sum_over_data,
-        )
+        credits, _ = CreditAssigner(pipeline).assign(results, None)
+        batch.compute_advantages(token_spec(pipeline), credits, 0.0, trainer.sum_over_data)
         for samples in batch.mini_batch_samples():
             trainer.train_step(samples, loss_spec(pipeline))
         trainer.policy_version = step + 1

@@ -110,8 +110,9 @@ def train(model: Path, *, save: Path | None = None, resume: Path | None = None) 
             checkpoint.save(str(save / name), snapshot)
     mine = part(batches[0], rank, world)
     logprobs = [*policy.compute_log_probs(mine), *reference.compute_log_probs(mine)]
-    values = [np.append(v.values_T, v.final) for v in critic.compute_values(mine)]
-    return Result(metrics, logprobs, values, weights(policy), policy.policy_version)
+    return Result(
+        metrics, logprobs, critic.compute_values(mine), weights(policy), policy.policy_version
+    )
 
 
 def check_nothing_to_learn(

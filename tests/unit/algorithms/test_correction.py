@@ -43,7 +43,7 @@ specs = st.builds(
 def corrected(spec: CorrectionSpec, batch: list[Trajectory]) -> TokenAdvantages:
     packed, per_turn = pack(batch)
     return token_advantages(
-        TokenSpec("grpo", correction=spec), packed, per_turn, "advantage", 0.0, lambda sums: sums
+        TokenSpec("grpo", correction=spec), packed, per_turn, 0.0, lambda sums: sums
     )
 
 
@@ -156,7 +156,7 @@ def test_a_filtered_token_leaves_loss_and_whitening_but_not_the_returns(
     packed, per_turn = pack(batch)
 
     def estimate(spec: TokenSpec) -> TokenAdvantages:
-        return token_advantages(spec, packed, per_turn, "reward", 0.0, lambda sums: sums)
+        return token_advantages(spec, packed, per_turn, 0.0, lambda sums: sums)
 
     plain, filtered = (
         estimate(TokenSpec("reinforce")),
@@ -218,7 +218,6 @@ def test_a_weight_without_the_engines_log_probs_is_refused() -> None:
             spec,
             replace(packed, engine_logprobs_L=None),
             per_turn,
-            "advantage",
             0.0,
             lambda sums: sums,
         )

@@ -197,7 +197,6 @@ def test_rewards_are_shaped_clipped_normalised_and_placed_in_this_order(
         )
         assert sum(expected[-1]) == pytest.approx((score - shift) * scale, abs=1e-8)
     result = credit(spec, batch)
-    assert result.kind == "reward"
     flat = [x for row in expected for x in row]
     np.testing.assert_allclose(result.per_turn_K, flat, atol=1e-8)
     assert result.trains_N.tolist() == [
@@ -237,7 +236,6 @@ def test_group_estimators_subtract_the_trajectorys_kl_before_their_baseline(
             value = (score - shift) * scale
         expected += [value] * len(t.turns)
     result = credit(spec, batch, coef)
-    assert result.kind == "advantage"
     np.testing.assert_allclose(result.per_turn_K, expected, atol=1e-7)
 
 
@@ -315,7 +313,6 @@ def test_gigpo_takes_kl_from_each_turns_reward_and_their_sum_from_the_score() ->
 def test_reinforce_plus_plus_baseline_subtracts_the_groups_mean_where_the_trajectory_ends() -> None:
     batch = [Played((Turn(1.0), Turn(2.0))), Played((Turn(5.0),)), Played((Turn(9.0),), group=1)]
     result = credit(CreditSpec("reinforce_plus_plus_baseline", "turn"), batch)
-    assert result.kind == "reward"
     assert per_trajectory(result, batch) == [[1.0, -2.0], [1.0], [0.0]]
 
 

@@ -63,7 +63,7 @@ def many_tokens() -> tuple[Tokens, np.ndarray]:
 
 def run() -> TokenAdvantages:
     tokens, per_turn = many_tokens()
-    return token_advantages(SPEC, tokens, per_turn, "reward", 0.1, lambda sums: sums)
+    return token_advantages(SPEC, tokens, per_turn, 0.1, lambda sums: sums)
 
 
 def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

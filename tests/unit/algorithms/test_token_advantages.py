@@ -22,7 +22,6 @@ from agenticrun_workers.algorithms import (
     token_advantages,
     turn_kl,
 )
-from agenticrun_workers.algorithms.credit import Kind
 from ragged_tokens import Token, Trajectory, Turn, batches, of_responses, pack
 
 pytestmark = pytest.mark.usefixtures("both_definitions")
@@ -35,11 +34,9 @@ def alone(sums: np.ndarray) -> np.ndarray:
     return sums
 
 
-def advantages(
-    spec: TokenSpec, batch: list[Trajectory], kind: Kind = "reward", kl_coef: float = 0.0
-) -> TokenAdvantages:
+def advantages(spec: TokenSpec, batch: list[Trajectory], kl_coef: float = 0.0) -> TokenAdvantages:
     packed, per_turn = pack(batch)
-    return token_advantages(spec, packed, per_turn, kind, kl_coef, alone)
+    return token_advantages(spec, packed, per_turn, kl_coef, alone)
 
 
 def slow_gae(
@@ -142,7 +139,7 @@ def test_agentic_reinforce_discounts_where_turns_end_and_keeps_rewards_inside_th
 def test_an_advantage_lies_on_every_response_token_of_its_turn(batch: list[Trajectory]) -> None:
     packed, _ = pack(batch)
     expected = [[turn.number for turn in t.turns for _ in turn.response] for t in batch]
-    result = advantages(TokenSpec("gigpo"), batch, "advantage")
+    result = advantages(TokenSpec("gigpo"), batch)
     assert_rows(of_responses(packed, result.advantages_L), trained(batch, expected))
     np.testing.assert_array_equal(result.advantages_L[packed.turns_L < 0], 0)
 
@@ -325,7 +322,7 @@ def over_ranks(
             return total
 
         try:
-            result = token_advantages(spec, packed, per_turn, "reward", kl_coef, reduce)
+            result = token_advantages(spec, packed, per_turn, kl_coef, reduce)
             together(rank, None)
         except BaseException:
             barrier.abort()
@@ -387,7 +384,7 @@ def test_a_number_that_is_not_finite_is_named_with_its_trajectory(
     array = getattr(packed, name).copy()
     array[3] = bad
     with pytest.raises(ValueError, match=f"{name}.* of trajectory 1 "):
-        token_advantages(spec, replace(packed, **{name: array}), per_turn, "reward", 0.1, alone)
+        token_advantages(spec, replace(packed, **{name: array}), per_turn, 0.1, alone)
 
 
 @pytest.mark.parametrize("name", ["values_L", "old_logprobs_L", "ref_logprobs_L"])
@@ -401,7 +398,6 @@ def test_an_array_that_is_needed_and_missing_is_named(name: str) -> None:
             TokenSpec("gae", reward_kl="k1"),
             replace(packed, **missing),
             per_turn,
-            "reward",
             0.1,
             alone,
         )

@@ -169,8 +169,8 @@ class Run:
             {r.key: np.full(r.turns, self.kl) for group in groups for r in group.results}
         )
 
-    async def compute_advantages(self, credits: TurnCredits) -> Advantages:
-        self.credits = credits
+    async def compute_advantages(self, credits: TurnCredits, kl_coef: float) -> Advantages:
+        self.kl_coef = kl_coef
         targets: list[Any] = ["targets"]
         return Advantages({}, targets)
 
@@ -986,7 +986,7 @@ async def test_the_kl_coefficient_adapts_and_goes_on_after_a_resume(tmp_path: Pa
     again = Run(tmp_path, resume=saved.driver_state(), maxSteps=3, evalSteps=0, algorithm=algorithm)
     again.kl = 1.0
     await again.loop.run()
-    assert again.credits.kl_coef == pytest.approx(0.1 * 1.02**2)
+    assert again.kl_coef == pytest.approx(0.1 * 1.02**2)
 
 
 async def test_a_guard_that_may_fail_the_run_does_so_after_the_step_is_logged(

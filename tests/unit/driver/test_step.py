@@ -33,21 +33,21 @@ def two_groups() -> list[EpisodeResult]:
 
 
 def test_group_estimators_give_each_turn_the_advantage_of_its_trajectory() -> None:
-    credits = CreditAssigner(pipeline(algorithm={"name": "rloo"})).assign(two_groups(), None)
-    assert credits.kind == "advantage"
-    assert {key: per_turn.tolist() for key, per_turn in credits.per_turn.items()} == {
-        r.key: pytest.approx([2.0 * r.key.member - 1.0] * r.turns) for r in two_groups()
-    }
-    assert credits.metrics["group/zero_variance_share"] == 0.0
+    assigner = CreditAssigner(pipeline(algorithm={"name": "rloo"}))
+    credits, metrics = assigner.assign(two_groups(), None)
+    assert {
+        key: credit_K.tolist() for key, credit_K in credits.items() if credit_K is not None
+    } == {r.key: pytest.approx([2.0 * r.key.member - 1.0] * r.turns) for r in two_groups()}
+    assert metrics["group/zero_variance_share"] == 0.0
 
 
 def test_reinforce_puts_the_score_where_the_trajectory_ends() -> None:
-    credits = CreditAssigner(pipeline(algorithm={"name": "reinforce"})).assign(
+    credits, _ = CreditAssigner(pipeline(algorithm={"name": "reinforce"})).assign(
         [result(0, score=8.0)], None
     )
-    assert credits.kind == "reward"
-    (per_turn,) = credits.per_turn.values()
-    assert per_turn.tolist() == [0.0] * (len(per_turn) - 1) + [8.0]
+    (credit_K,) = credits.values()
+    assert credit_K is not None
+    assert credit_K.tolist() == [0.0] * (len(credit_K) - 1) + [8.0]
 
 
 def test_the_most_uncertain_groups_keep_their_order() -> None:
@@ -97,7 +97,7 @@ def test_running_moments_continue_from_a_checkpoint_and_are_metrics() -> None:
     first.assign(two_groups(), None)
     assert first.moments == {"A": [4.0, 0.5, 1.0]}
     resumed = CreditAssigner(config, None, json.loads(json.dumps(first.moments)))
-    metrics = resumed.assign(two_groups(), None).metrics
+    _, metrics = resumed.assign(two_groups(), None)
     assert resumed.moments == {"A": [8.0, 0.5, 2.0]}
     assert metrics["critic/running_mean/A"] == 0.5
     assert metrics["critic/running_std/A"] == pytest.approx(math.sqrt(2 / 7))

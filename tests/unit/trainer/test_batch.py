@@ -9,9 +9,9 @@ import pytest
 
 from agenticrun_workers.algorithms import CorrectionSpec, TokenSpec, WeightSpec
 from agenticrun_workers.driver.metrics import gap_metrics
-from agenticrun_workers.trainer.batch import RankBatch, ScoredBatch, TurnCredits
-from agenticrun_workers.trainer.samples import Sample, Values
-from agenticrun_workers.types import EpisodeKey, StopReason, Stream, Trajectory, Turn
+from agenticrun_workers.trainer.batch import RankBatch, ScoredBatch
+from agenticrun_workers.trainer.samples import Sample
+from agenticrun_workers.types import EpisodeKey, FloatArray, StopReason, Stream, Trajectory, Turn
 
 
 def turn(prompt: list[int], response: list[int], reward: float = 0.0) -> Turn:
@@ -33,13 +33,10 @@ def cut_trajectory(*, stepwise: bool, stop: StopReason = StopReason.MAX_TURNS) -
     )
 
 
-def sum_of_tokens(samples: list[Sample]) -> list[Values]:
+def sum_of_tokens(samples: list[Sample]) -> list[FloatArray]:
     """A critic whose value of a text is the sum of its token ids."""
     return [
-        Values(
-            np.cumsum([0, *s.tokens_T[:-1]]).astype(np.float32) * (s.turns_T >= 0),
-            float(s.tokens_T.sum()),
-        )
+        np.cumsum([0, *s.tokens_T]).astype(np.float32) * np.append(s.turns_T >= 0, True)
         for s in samples
     ]
 
@@ -53,8 +50,8 @@ def valued(trajectory: Trajectory, *, bootstrap: bool) -> RankBatch:
 def returns(batch: RankBatch) -> list[float]:
     """With gamma = lambda = 1, each token's return is the reward plus the value after the end."""
     [key] = (trajectory.key for trajectory in batch.trajectories)
-    credits = TurnCredits("reward", {key: np.array([0.0, 1.0])}, {key: True}, 0.0, {})
-    batch.compute_advantages(TokenSpec("gae", lambd=1.0), credits, lambda values: values)
+    credits = {key: np.array([0.0, 1.0])}
+    batch.compute_advantages(TokenSpec("gae", lambd=1.0), credits, 0.0, lambda values: values)
     found = [s.returns_T[s.turns_T >= 0] for s in batch.samples if s.returns_T is not None]
     return [float(value) for value in np.concatenate(found)]
 
@@ -87,7 +84,7 @@ def test_the_ending_is_in_no_sample(stepwise: bool) -> None:
         6,
     ]
     assert batch.values is not None
-    assert [len(values.values_T) for values in batch.values] == [
+    assert [len(values_T1) - 1 for values_T1 in batch.values] == [
         len(sample.tokens_T) for sample in batch.samples
     ]
 
@@ -145,8 +142,7 @@ def test_a_rank_may_get_no_trajectory() -> None:
     assert batch.logprob_gaps(version=1) == {}
     assert batch.turn_kl("k1") == {}
     spec = TokenSpec("reinforce", correction=CorrectionSpec(WeightSpec()), whiten_advantages=True)
-    credits = TurnCredits("reward", {}, {}, 0.0, {})
-    batch.compute_advantages(spec, credits, lambda sums: sums)
+    batch.compute_advantages(spec, {}, 0.0, lambda sums: sums)
     assert batch.mini_batch_samples(version=1) == [[], []]
     assert batch.value_targets() == {}
 

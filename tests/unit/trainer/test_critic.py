@@ -88,8 +88,7 @@ def test_the_gradient_is_that_of_the_formulas(
 
 def test_at_first_every_text_is_worth_nothing(load: Load, samples: list[Sample]) -> None:
     for values in CriticTrainer(load, SPEC).compute_values(samples):
-        assert not values.values_T.any()
-        assert values.final == 0
+        assert not values.any()
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -100,10 +99,8 @@ def test_values_are_read_before_each_response_token_and_at_the_end(
     other._model.module.load_state_dict(critic._model.module.state_dict())
     for sample, values in zip(samples, other.compute_values(samples), strict=True):
         expected = plain_values(critic, sample).detach().numpy()
-        np.testing.assert_allclose(
-            values.values_T, expected[:-1] * (sample.turns_T >= 0), atol=1e-6
-        )
-        assert values.final == pytest.approx(expected[-1], abs=1e-6)
+        read = np.append(sample.turns_T >= 0, True)
+        np.testing.assert_allclose(values, expected * read, atol=1e-6)
 
 
 def test_a_sample_without_response_tokens_still_has_a_final_value(
@@ -111,8 +108,8 @@ def test_a_sample_without_response_tokens_still_has_a_final_value(
 ) -> None:
     silent = replace(samples[0], turns_T=np.full_like(samples[0].turns_T, -1))
     [values] = critic.compute_values([silent])
-    assert not values.values_T.any()
-    assert values.final == pytest.approx(plain_values(critic, silent)[-1].item(), abs=1e-6)
+    assert not values[:-1].any()
+    assert values[-1] == pytest.approx(plain_values(critic, silent)[-1].item(), abs=1e-6)
 
 
 def test_metrics_say_what_the_step_did(critic: CriticTrainer, samples: list[Sample]) -> None:

@@ -19,7 +19,7 @@ from agenticrun_workers.models.initialize import InitializeSpec, initialize_mode
 from agenticrun_workers.models.pretrained import load_model
 from agenticrun_workers.trainer import checkpoint
 from agenticrun_workers.trainer.actor_loss import LossSpec
-from agenticrun_workers.trainer.batch import RankBatch, TurnCredits
+from agenticrun_workers.trainer.batch import RankBatch
 from agenticrun_workers.trainer.checkpoint import CheckpointMismatch
 from agenticrun_workers.trainer.fsdp2 import fsdp2_policy
 from agenticrun_workers.trainer.optimizer import NonFiniteGradient, OptimizerSpec
@@ -289,9 +289,8 @@ def trained_on(
     batch = RankBatch(trajectories, mini_batches=mini_batches)
     if rollout:
         batch.old_logprobs = batch.rollout_logprobs()
-    per_turn = {t.key: np.full(2, 1.0 - 2 * (t.key.member % 2)) for t in trajectories}
-    credits = TurnCredits("advantage", per_turn, {t.key: True for t in trajectories}, 0.0, {})
-    batch.compute_advantages(TokenSpec("grpo"), credits, lambda values: values)
+    credits = {t.key: np.full(2, 1.0 - 2 * (t.key.member % 2)) for t in trajectories}
+    batch.compute_advantages(TokenSpec("grpo"), credits, 0.0, lambda values: values)
     loss = LossSpec(Ppo(0.2, 0.2), aggregation="token-mean")
     steps = batch.mini_batch_samples(version=4)
     return [dict(policy.train_step(samples, loss)) for samples in steps]

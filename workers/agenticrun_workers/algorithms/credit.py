@@ -171,6 +171,11 @@ class Estimator:
     estimate: Callable[[CreditSpec, Episodes, Floats], Estimates]
     """Gets the trajectories that can be trained on, and the shaped reward of each turn, [K]."""
     kind: Kind = "advantage"
+    """Use of a turn's credit.
+
+    reward: it is on the last response token of its turn, and returns over tokens follow.
+    advantage: it is the advantage of every response token of the turn.
+    """
     by_turn: bool = False
     """Credits turns by the turns' own rewards."""
     critic: bool = False
@@ -186,12 +191,7 @@ class Credit:
     """Credit of each turn of a batch."""
 
     per_turn_K: Floats
-    kind: Kind
-    """Use of the numbers.
-
-    reward: the number is on the last response token of its turn, and returns over tokens follow.
-    advantage: it is the advantage of every response token of the turn.
-    """
+    """As `Estimator.kind` says."""
     trains_N: Booleans
     """True if the trajectory's tokens are in the loss."""
     metrics: dict[str, float]
@@ -243,7 +243,7 @@ def assign_credit(
         if spec.truncated == "mask"
         else episodes.trainable_N
     )
-    return Credit(per_turn_K, estimator.kind, trains_N, metrics | estimator_metrics, running)
+    return Credit(per_turn_K, trains_N, metrics | estimator_metrics, running)
 
 
 def _running(

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from agenticrun_workers.algorithms import kernels
 from agenticrun_workers.algorithms.compiled import run
 from agenticrun_workers.algorithms.correction import CorrectionSpec, correct, correction_metrics
-from agenticrun_workers.algorithms.credit import Estimator, Kind, estimator_of
+from agenticrun_workers.algorithms.credit import Estimator, estimator_of
 from agenticrun_workers.algorithms.kernels import NOTHING, Discounts, TokenRewards, Values
 from agenticrun_workers.algorithms.kl import KL_CODES, KlKind
 from agenticrun_workers.algorithms.normalization import Reduce, moments, rescale, token_moments
@@ -110,7 +110,7 @@ class TokenAdvantages:
 
 
 def token_advantages(
-    spec: TokenSpec, tokens: Tokens, per_turn_K: Floats, kind: Kind, kl_coef: float, reduce: Reduce
+    spec: TokenSpec, tokens: Tokens, per_turn_K: Floats, kl_coef: float, reduce: Reduce
 ) -> TokenAdvantages:
     """Return the advantages of a rank's tokens.
 
@@ -118,8 +118,7 @@ def token_advantages(
         spec: recurrence, KL, correction, whitening and clips.
         tokens: of this rank.
         per_turn_K: `Credit.per_turn_K` of this rank's turns, in the order of its trajectories.
-        kind: of the credits.
-        kl_coef: current coefficient of `reward_kl`; 0 if `kind` is `advantage`.
+        kl_coef: current coefficient of `reward_kl`; 0 for estimators of kind `advantage`.
         reduce: sums over ranks; identity on one rank. Every rank calls it equally often.
 
     Raises:
@@ -136,7 +135,7 @@ def token_advantages(
     advantages_L = np.empty(len(tokens.turns_L), np.float32)
     returns_L = None
     totals_N4 = np.zeros((len(tokens.trains_N), 4))
-    if kind == "advantage":
+    if spec.row.kind == "advantage":
         run(kernels.spread, cu_N1, tokens.turns_L, mask_L, per_turn_K, advantages_L, totals_N4)
     else:
         rewards, reward_metrics = _token_rewards(spec, tokens, per_turn_K, kl_coef, mask_L, reduce)

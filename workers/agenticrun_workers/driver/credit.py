@@ -10,7 +10,6 @@ import numpy as np
 from agenticrun_api import Pipeline
 from agenticrun_workers.algorithms.credit import (
     ESTIMATORS,
-    Credit,
     CreditSpec,
     Episodes,
     assign_credit,
@@ -76,21 +75,24 @@ class CreditAssigner:
 
     def assign(
         self, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None
-    ) -> TurnCredits:
-        """Return the credit of each turn, and keep the moments of the scores.
+    ) -> tuple[TurnCredits, Metrics]:
+        """Return the credit of each turn, and metrics; keep the moments of the scores.
 
         Args:
             kl: summed token KL of each turn; None where the reward has no KL penalty.
         """
         episodes = episodes_of(self._pipeline, results, kl)
-        credit: Credit = assign_credit(
-            credit_spec(self._pipeline), episodes, self._kl.coef, self._running
-        )
+        credit = assign_credit(credit_spec(self._pipeline), episodes, self._kl.coef, self._running)
         # A copy, because it goes into checkpoints.
         self._running = dict(credit.running)
         parts = np.split(credit.per_turn_K, episodes.cu_turns_N1[1:-1]) if results else []
-        keys = [result.key for result in results]
-        metrics: Metrics = {}
+        credits = {
+            result.key: credit_K if trains else None
+            for result, credit_K, trains in zip(
+                results, parts, credit.trains_N.tolist(), strict=True
+            )
+        }
+        metrics = dict(credit.metrics)
         for tag, moments in self.moments.items():
             found = Moments(*moments)
             metrics |= (
@@ -98,13 +100,7 @@ class CreditAssigner:
                 if tag
                 else {"critic/running_mean": found.mean, "critic/running_std": found.std}
             )
-        return TurnCredits(
-            kind=credit.kind,
-            per_turn=dict(zip(keys, parts, strict=True)),
-            trains=dict(zip(keys, credit.trains_N.tolist(), strict=True)),
-            kl_coef=self._kl.coef,
-            metrics={**credit.metrics, **metrics},
-        )
+        return credits, metrics
 
     def adapt_kl(
         self, results: list[EpisodeResult], kl: Mapping[EpisodeKey, Floats] | None

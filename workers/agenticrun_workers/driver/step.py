@@ -33,7 +33,7 @@ class Trainers(Protocol):
 
     async def score(self, groups: tuple[Group, ...], version: int) -> ScoredBatch: ...
 
-    async def compute_advantages(self, credits: TurnCredits) -> Advantages: ...
+    async def compute_advantages(self, credits: TurnCredits, kl_coef: float) -> Advantages: ...
 
     async def train_critic(self, targets: Sequence[Any]) -> Metrics: ...
 
@@ -66,16 +66,16 @@ class TrainingStep:
         with self._stopwatch.phase("old_log_probs_values"):
             scored = await self._trainers.score(groups, version)
         with self._stopwatch.phase("credit"):
-            credits = self.credit.assign(results, scored.kl)
+            credits, metrics = self.credit.assign(results, scored.kl)
         with self._stopwatch.phase("train"):
-            advantages = await self._trainers.compute_advantages(credits)
+            advantages = await self._trainers.compute_advantages(credits, self.credit.kl_coef)
             # On pods of its own, the critic trains while the policy does.
             critic_metrics, actor_metrics = await asyncio.gather(
                 self._trainers.train_critic(advantages.value_targets),
                 self._trainers.train_actor(version, update=version > self._pipeline.critic_warmup),
             )
         return {
-            **credits.metrics,
+            **metrics,
             **advantages.metrics,
             **critic_metrics,
             **actor_metrics,

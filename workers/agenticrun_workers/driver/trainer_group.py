@@ -189,11 +189,11 @@ class TrainerGroup:
         ]
         return (await asyncio.gather(*calls))[0]
 
-    async def compute_advantages(self, credits: TurnCredits) -> Advantages:
+    async def compute_advantages(self, credits: TurnCredits, kl_coef: float) -> Advantages:
         """Turn the credits of the turns into an advantage per token, on the policy's ranks."""
         kept = self._launcher.put(credits)
         calls = [
-            actor.call_pair(lambda rank: rank.compute_advantages(kept.as_argument()))
+            actor.call_pair(lambda rank: rank.compute_advantages(kept.as_argument(), kl_coef))
             for actor in self._trainers
         ]
         answers = await asyncio.gather(*(metrics for metrics, _ in calls))

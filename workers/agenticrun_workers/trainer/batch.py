@@ -3,7 +3,7 @@
     RankPlan       driver -> rank    which trajectories the rank gets, and its mini-batches
     ScoredBatch    rank -> driver    KL of each turn, and the gap to the engines' log-probs
                    rank -> rank      outputs of a reference or critic on pods of its own
-    TurnCredits    driver -> rank    one number per turn
+    TurnCredits    driver -> rank    one number per turn of each trajectory
     ValueTargets   rank -> rank      targets of a critic on pods of its own
 
 What belongs to one trajectory is keyed by its `EpisodeKey`, because a reference or critic on pods
@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agenticrun_api import Pipeline
-from agenticrun_workers.algorithms.credit import Kind
 from agenticrun_workers.algorithms.kl import KlKind
 from agenticrun_workers.algorithms.normalization import Reduce
 from agenticrun_workers.algorithms.segments import Floats, joined, offsets
@@ -31,7 +30,7 @@ from agenticrun_workers.algorithms.token_advantages import (
     token_advantages,
     turn_kl,
 )
-from agenticrun_workers.trainer.samples import Sample, Values, policy_samples
+from agenticrun_workers.trainer.samples import Sample, policy_samples
 from agenticrun_workers.types import EpisodeKey, FloatArray, Scalar, Trajectory
 
 LogprobGaps = Mapping[str, tuple[float, float]]
@@ -60,8 +59,8 @@ class ScoredBatch:
     gaps: LogprobGaps = field(default_factory=dict)
     ref_logprobs: Mapping[EpisodeKey, list[FloatArray]] | None = None
     """From a reference on pods of its own, one array per sequence of each trajectory."""
-    values: Mapping[EpisodeKey, list[Values]] | None = None
-    """From a critic on pods of its own, in the same form."""
+    values: Mapping[EpisodeKey, list[FloatArray]] | None = None
+    """From a critic on pods of its own, [T + 1] as `RankBatch.values`."""
 
     @staticmethod
     def merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
@@ -78,18 +77,8 @@ class ScoredBatch:
         )
 
 
-@dataclass(frozen=True)
-class TurnCredits:
-    """The credit of each turn of a batch."""
-
-    kind: Kind
-    per_turn: Mapping[EpisodeKey, Floats]
-    """float64 [turns of the trajectory]"""
-    trains: Mapping[EpisodeKey, bool]
-    """True if the trajectory's tokens are in the loss."""
-    kl_coef: float
-    metrics: Mapping[str, float]
-
+TurnCredits = Mapping[EpisodeKey, Floats | None]
+"""By trajectory, float64 [turns]; None if its tokens are not in the loss."""
 
 ValueTargets = dict[EpisodeKey, list[tuple[FloatArray | None, FloatArray]]]
 """Returns and loss mask of each trajectory's sequences."""
@@ -125,7 +114,8 @@ class RankBatch:
     """As in `RankPlan`."""
     old_logprobs: list[FloatArray] | None = None
     ref_logprobs: list[FloatArray] | None = None
-    values: list[Values] | None = None
+    values: list[FloatArray] | None = None
+    """[T + 1] for each sequence, as `CriticTrainer.compute_values` returns them."""
     samples: list[Sample] = field(init=False)
     """A sample per sequence; until `compute_advantages` with weight 1 on every response token."""
 
@@ -137,7 +127,7 @@ class RankBatch:
             range(end - len(part), end) for part, end in zip(parts, ends.tolist(), strict=True)
         ]
 
-    def compute_values(self, critic: Callable[[list[Sample]], list[Values]]) -> None:
+    def compute_values(self, critic: Callable[[list[Sample]], list[FloatArray]]) -> None:
         """Score the sequences with the critic.
 
         The final value of a truncated trajectory is read after the observation that the policy
@@ -159,11 +149,11 @@ class RankBatch:
                     inputs[last] = inputs[last].with_ending(ending_T)
         found = critic(inputs)
         self.values = [
-            Values(
-                values.values_T[: len(sample.tokens_T)],
-                found[ending_inputs[number]].final if number in ending_inputs else values.final,
+            np.append(
+                values_T1[: len(sample.tokens_T)],
+                found[ending_inputs[number]][-1] if number in ending_inputs else values_T1[-1],
             )
-            for number, (sample, values) in enumerate(zip(self.samples, found, strict=False))
+            for number, (sample, values_T1) in enumerate(zip(self.samples, found, strict=False))
         ]
 
     def scores(self) -> ScoredBatch:
@@ -230,21 +220,25 @@ class RankBatch:
         return self._per_sample([trajectory.logprobs_T for trajectory in self.trajectories])
 
     def compute_advantages(
-        self, spec: TokenSpec, credits: TurnCredits, reduce: Reduce
+        self, spec: TokenSpec, credits: TurnCredits, kl_coef: float, reduce: Reduce
     ) -> Mapping[str, float]:
         """Put advantages, loss mask and returns into `samples`. Collective through `reduce`.
 
         Args:
             credits: of at least these trajectories.
+            kl_coef: current coefficient of the KL in the reward.
             reduce: element-wise sum over the shares of the batch.
 
         Returns:
             metrics over all ranks.
         """
-        keys = [trajectory.key for trajectory in self.trajectories]
-        tokens = self._tokens(np.array([credits.trains[key] for key in keys], np.bool_))
-        per_turn_K = joined([credits.per_turn[key] for key in keys], np.float64)
-        result = token_advantages(spec, tokens, per_turn_K, credits.kind, credits.kl_coef, reduce)
+        found = [credits[trajectory.key] for trajectory in self.trajectories]
+        tokens = self._tokens(np.array([credit_K is not None for credit_K in found], np.bool_))
+        per_turn = [
+            np.zeros(len(trajectory.turns)) if credit_K is None else credit_K
+            for trajectory, credit_K in zip(self.trajectories, found, strict=True)
+        ]
+        result = token_advantages(spec, tokens, joined(per_turn, np.float64), kl_coef, reduce)
         ends = np.cumsum([len(sample.tokens_T) for sample in self.samples])[:-1]
 
         def split(array_L: NDArray[Scalar] | None) -> Sequence[NDArray[Scalar] | None]:
@@ -263,7 +257,7 @@ class RankBatch:
                 is_weights_T=is_weights[number],
                 old_logprobs_T=None if old is None else old[number],
                 ref_logprobs_T=None if ref is None else ref[number],
-                old_values_T=None if values is None else values[number].values_T,
+                old_values_T=None if values is None else values[number][:-1],
             )
             for number, sample in enumerate(self.samples)
         ]
@@ -283,8 +277,8 @@ class RankBatch:
         pairs = [pair for trajectory in self.trajectories for pair in found[trajectory.key]]
         assert self.values is not None
         self.samples = [
-            replace(sample, returns_T=returns_T, weight_T=weight_T, old_values_T=values.values_T)
-            for sample, (returns_T, weight_T), values in zip(
+            replace(sample, returns_T=returns_T, weight_T=weight_T, old_values_T=values_T1[:-1])
+            for sample, (returns_T, weight_T), values_T1 in zip(
                 self.samples, pairs, self.values, strict=True
             )
         ]
@@ -340,20 +334,17 @@ class RankBatch:
             else joined(self.ref_logprobs, np.float32),
             values_L=None
             if self.values is None
-            else joined([v.values_T for v in self.values], np.float32),
+            else joined([values_T1[:-1] for values_T1 in self.values], np.float32),
             bootstrap_N=self._bootstraps(self.values)
             if self.bootstrap and self.values is not None
             else None,
         )
 
-    def _bootstraps(self, values: list[Values]) -> Floats:
+    def _bootstraps(self, values: list[FloatArray]) -> Floats:
         """Return the value after the end of each truncated trajectory, 0 for the others."""
         ends = [sequences[-1] if len(sequences) else None for sequences in self._sequences]
         pairs = zip(self.trajectories, ends, strict=True)
         return np.array(
-            [
-                values[e].final if e is not None and t.stop_reason.truncated else 0.0
-                for t, e in pairs
-            ],
+            [values[e][-1] if e is not None and t.stop_reason.truncated else 0.0 for t, e in pairs],
             np.float64,
         )

@@ -21,8 +21,9 @@ from agenticrun_workers.trainer.checkpoint import HostBuffers, Snapshot
 from agenticrun_workers.trainer.micro_batch import MicroBatch, responses_and_end, weighted
 from agenticrun_workers.trainer.modules import ValueModule
 from agenticrun_workers.trainer.optimizer import Optimizer, OptimizerSpec
-from agenticrun_workers.trainer.samples import Sample, Values
+from agenticrun_workers.trainer.samples import Sample
 from agenticrun_workers.trainer.sharded_module import DEFAULTS, FsdpOptions, Load, ShardedModule
+from agenticrun_workers.types import FloatArray
 
 SUMS = ("loss", "value", "vpred", "clipfrac", "error")
 
@@ -74,13 +75,17 @@ class CriticTrainer:
         self.data_rank, self.data_size = ranks.data_rank, ranks.data_size
 
     @torch.no_grad()
-    def compute_values(self, samples: list[Sample]) -> list[Values]:
-        """Return the values of each of this rank's samples."""
+    def compute_values(self, samples: list[Sample]) -> list[FloatArray]:
+        """Return the values of each of this rank's samples, float32 [T + 1].
+
+        Each is that of the text before a response token, 0 before other tokens; the last one is
+        that of the whole text.
+        """
         found = [np.zeros(len(sample.tokens_T) + 1, np.float32) for sample in samples]
         for batch in self._model.batcher.split(samples, responses_and_end):
             batch.put(self._model.module(batch), found)
         self._model.reshard()
-        return [Values(values_T1[:-1], float(values_T1[-1])) for values_T1 in found]
+        return found
 
     def train_step(self, samples: list[Sample], loss: ValueLossSpec) -> Mapping[str, float]:
         """Take one optimizer step towards `returns_T`; skip it as `PolicyTrainer.train_step` does.

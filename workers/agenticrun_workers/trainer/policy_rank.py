@@ -145,17 +145,22 @@ class TrainerActor(ServedPolicy):
 
     @packed
     @traced
-    def compute_advantages(self, credits: TurnCredits) -> tuple[Metrics, ValueTargets]:
+    def compute_advantages(
+        self, credits: TurnCredits, kl_coef: float
+    ) -> tuple[Metrics, ValueTargets]:
         """Turn the credits of the turns into an advantage per token. Collective.
 
         Args:
             credits: of the whole batch.
+            kl_coef: current coefficient of the KL in the reward.
 
         Returns:
             metrics, equal on every rank, and the targets of a critic on other pods.
         """
         models, batch = self._models, self._scored_batch()
-        metrics = batch.compute_advantages(models.advantages, credits, models.policy.sum_over_data)
+        metrics = batch.compute_advantages(
+            models.advantages, credits, kl_coef, models.policy.sum_over_data
+        )
         critic_elsewhere = self._pipeline.uses_critic and models.critic is None
         return dict(metrics), batch.value_targets() if critic_elsewhere else {}
 

@@ -61,16 +61,6 @@ class Sample:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
-    """The critic's values of one sample, float32."""
-
-    values_T: FloatArray
-    """Value of the text before each response token; 0 elsewhere."""
-    final: float
-    """Value of the whole text, to bootstrap from."""
-
-
 def policy_samples(trajectory: Trajectory) -> list[Sample]:
     """Return samples with weight 1 on every token that the policy sampled.
 
