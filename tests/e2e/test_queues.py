@@ -24,7 +24,7 @@ from agenticrun_api.placement import HOSTNAME
 from agenticrun_operator.resources import Manifest, workloads
 from curves import read_curve
 from installation import ALL_DRILLS, RUNS, Operator
-from lake import behind_gate, small_lake
+from lake import EPISODES, Pods, behind_gate, small_lake
 from testcluster import Cluster, CommandFailed, devcluster
 from waiting import eventually
 from watching import Seen, Watch
@@ -36,8 +36,10 @@ QUOTA = {"cpu": "1", "memory": "20Gi", "ephemeral-storage": "10Gi"}
 """Room for one run: its four pods ask for 0.7 CPUs."""
 POSITION = re.compile(r"queue research, position (\d+): ")
 STEPS = 14
+WARMUP_STEPS = 30
+"""It gets rewards after so many."""
 PREEMPT_AFTER = 4
-"""The step after which a run with a higher priority comes."""
+"""The step after which a run waits at its gate, and one with a higher priority comes."""
 
 
 def a_queue(name: str, cluster_queue: str, flavor: str, nodes: Manifest) -> list[Manifest]:
@@ -112,7 +114,11 @@ def queue(cluster: Cluster, operator: Operator) -> Iterator[None]:
 
 
 def a_run(name: str, steps: int = STEPS, **queue: Any) -> tuple[Manifest, Manifest]:
-    """Return a deterministic run that saves only when it is asked to, and its code."""
+    """Return a deterministic run that saves only when it is asked to, and its code.
+
+    An attempt waits after step PREEMPT_AFTER until `Pods.allow`, but not one that resumes: it has
+    no warm-up, whose episodes count at the gate.
+    """
     document = small_lake(
         name,
         max_steps=steps,
@@ -121,8 +127,8 @@ def a_run(name: str, steps: int = STEPS, **queue: Any) -> tuple[Manifest, Manife
         queue={"name": "research", "preemption": {"graceSeconds": 300}, **queue},
     )
     document["spec"]["pipeline"]["deterministic"] = True
-    document["spec"]["pipeline"]["warmup"] = {"steps": 30, "batchSize": 16}  # it gets rewards
-    code = behind_gate(document, steps=100 * STEPS, seconds=1.0)
+    document["spec"]["pipeline"]["warmup"] = {"steps": WARMUP_STEPS, "batchSize": EPISODES}
+    code = behind_gate(document, steps=WARMUP_STEPS + PREEMPT_AFTER, seconds=1.0)
     for env in document["spec"]["pipeline"]["envs"]:
         env.pop("stepTimeoutSeconds", None)  # a deterministic run does not depend on the clock
     return code, document
@@ -216,14 +222,16 @@ def test_a_preempted_run_ends_as_if_nothing_had_happened(
         steady.wait(lambda seen: seen.phase == "Suspending", 60, "it is asked to save")
         waits = steady.wait(lambda seen: seen.phase == "Queued", 300, "it has no pods")
         saved = waits.status["checkpoint"]["step"]
-        assert saved == waits.step >= PREEMPT_AFTER, "all that was trained is saved"
+        assert saved == waits.step == PREEMPT_AFTER, "all that was trained is saved"
         assert f"resumes from the checkpoint of step {saved}" in waits.status["message"]
         end = partial(Watch.wait, wanted=lambda seen: seen.phase == "Succeeded", seconds=900)
         end(urgent, what="it ends")
         assert first(urgent.history, "Running").at > waits.at
         assert later.history[-1].phase == "Queued"
         end(steady, what="it resumes and ends")
-        end(later, what="it is admitted at last and ends")
+        later.wait(lambda seen: seen.phase == "Running", 300, "it is admitted at last")
+        Pods(runs, "later").allow(WARMUP_STEPS + STEPS)
+        end(later, what="it ends, too")
     words = [seen.status.get("message", "") for seen in later.history]
     places = [found[1] for text in words if (found := POSITION.match(text))]
     assert places, "Kueue says its position"
