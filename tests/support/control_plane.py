@@ -60,7 +60,8 @@ def control_plane(folder: Path) -> Iterator[Cluster]:
         folders = (programs["kubectl"].parent, programs["helm"].parent, os.environ["PATH"])
         path = os.pathsep.join(map(str, folders))
         cluster = Cluster(os.environ | {"KUBECONFIG": str(settings.kubeconfig), "PATH": path})
-        eventually(lambda: _is_ready(cluster), 120, "the apiserver is ready", interval=0.3)
+        # Each look is a process: many would keep a slow machine from starting the apiserver.
+        eventually(lambda: _is_ready(cluster), 300, "the apiserver is ready", interval=1.0)
         start("controllers", *components.controller_manager().argv, *controllers)
         kuberay = programs["kuberay-operator"].parent / "config/crd/bases"
         for file in (kuberay / "ray.io_rayclusters.yaml", ROOT / "crds/agenticruns.yaml"):
