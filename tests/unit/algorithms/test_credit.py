@@ -320,6 +320,7 @@ def test_the_api_and_the_formulas_have_the_same_estimators() -> None:
     assert set(TABLE) == set(api.ESTIMATORS)
     for name, facts in api.ESTIMATORS.items():
         assert TABLE[name].whitens == facts.whitens
+        assert TABLE[name].compares_group == facts.compares_group
         assert (TABLE[name].kind == "reward") == ("reward_placement" in facts.reads)
 
 

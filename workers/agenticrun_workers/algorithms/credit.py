@@ -176,6 +176,8 @@ class Estimator:
     reward: it is on the last response token of its turn, and returns over tokens follow.
     advantage: it is the advantage of every response token of the turn.
     """
+    compares_group: bool = False
+    """Subtracts the group's mean, or may."""
     by_turn: bool = False
     """Credits turns by the turns' own rewards."""
     critic: bool = False
@@ -268,15 +270,10 @@ def _running_sets(spec: CreditSpec, episodes: Episodes) -> Integers:
 
 def _compares_groups(spec: CreditSpec) -> bool:
     """Return True if a group of equal rewards gives no gradient, or a user's function decides."""
-    if spec.estimator in ("grpo", "gigpo"):
+    estimator = estimator_of(spec.estimator)
+    if estimator.compares_group:
         return spec.group_mean == "group"
-    if spec.function is not None or spec.estimator in (
-        "rloo",
-        "dr_grpo",
-        "reinforce_plus_plus_baseline",
-    ):
-        return True
-    return spec.estimator != "step_reinforce" and spec.norm_grouping == spec.norm_mean == "group"
+    return not estimator.by_turn and spec.norm_grouping == spec.norm_mean == "group"
 
 
 def _equal_groups(spec: CreditSpec, episodes: Episodes, rewards_K: Floats) -> float:
@@ -535,20 +532,25 @@ ESTIMATORS = {
     "agentic_reinforce": Estimator(_normalized, "reward", discounts_turns=True),
     "step_reinforce": Estimator(_step_reinforce, by_turn=True),
     "reinforce_plus_plus": Estimator(_normalized, "reward", whitens=True),
-    "reinforce_plus_plus_baseline": Estimator(_less_the_groups_mean, "reward", whitens=True),
+    "reinforce_plus_plus_baseline": Estimator(
+        _less_the_groups_mean, "reward", compares_group=True, whitens=True
+    ),
     "grpo": Estimator(
         _compared(
             lambda spec, scores_N, groups_N, sizes_N: baselines.grpo(
                 scores_N, groups_N, spec.group_mean, spec.group_std, sizes_N
             )
-        )
+        ),
+        compares_group=True,
     ),
-    "rloo": Estimator(_compared(lambda _, *scores: baselines.rloo(*scores))),
-    "dr_grpo": Estimator(_compared(lambda _, *scores: baselines.dr_grpo(*scores))),
-    "gigpo": Estimator(_gigpo, by_turn=True),
+    "rloo": Estimator(_compared(lambda _, *scores: baselines.rloo(*scores)), compares_group=True),
+    "dr_grpo": Estimator(
+        _compared(lambda _, *scores: baselines.dr_grpo(*scores)), compares_group=True
+    ),
+    "gigpo": Estimator(_gigpo, compares_group=True, by_turn=True),
 }
 """By the name in `algorithm.name`."""
-_OWN = Estimator(_own)
+_OWN = Estimator(_own, compares_group=True)
 
 
 def estimator_of(name: str) -> Estimator:

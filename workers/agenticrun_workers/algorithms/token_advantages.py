@@ -118,7 +118,7 @@ def token_advantages(
         spec: recurrence, KL, correction, whitening and clips.
         tokens: of this rank.
         per_turn_K: `Credit.per_turn_K` of this rank's turns, in the order of its trajectories.
-        kl_coef: current coefficient of `reward_kl`; 0 for estimators of kind `advantage`.
+        kl_coef: current coefficient of `reward_kl`.
         reduce: sums over ranks; identity on one rank. Every rank calls it equally often.
 
     Raises:
