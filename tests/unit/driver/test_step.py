@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from agenticrun_workers.driver.credit import CreditAssigner
 from agenticrun_workers.driver.step import select_groups
 from agenticrun_workers.rollout.controller import Group
 from agenticrun_workers.rollout.groups import EpisodeResult
+from agenticrun_workers.types import StopReason
 from rollout_fakes import result
 
 
@@ -39,6 +41,14 @@ def test_group_estimators_give_each_turn_the_advantage_of_its_trajectory() -> No
         key: credit_K.tolist() for key, credit_K in credits.items() if credit_K is not None
     } == {r.key: pytest.approx([2.0 * r.key.member - 1.0] * r.turns) for r in two_groups()}
     assert metrics["group/zero_variance_share"] == 0.0
+
+
+def test_truncated_trajectories_that_are_masked_get_no_credit() -> None:
+    assigner = CreditAssigner(pipeline(algorithm={"name": "rloo", "truncated": {"mode": "mask"}}))
+    [first, *others] = two_groups()
+    cut = replace(first, stop_reason=StopReason.MAX_TURNS)
+    credits, _ = assigner.assign([cut, *others], None)
+    assert [credit_K is None for credit_K in credits.values()] == [True, False, False, False]
 
 
 def test_reinforce_puts_the_score_where_the_trajectory_ends() -> None:

@@ -33,6 +33,9 @@ def cut_trajectory(*, stepwise: bool, stop: StopReason = StopReason.MAX_TURNS) -
     )
 
 
+OTHER = EpisodeKey(Stream.TRAIN, 0, 1)
+
+
 def sum_of_tokens(samples: list[Sample]) -> list[FloatArray]:
     """A critic whose value of a text is the sum of its token ids."""
     return [
@@ -54,6 +57,23 @@ def returns(batch: RankBatch) -> list[float]:
     batch.compute_advantages(TokenSpec("gae", lambd=1.0), credits, 0.0, lambda values: values)
     found = [s.returns_T[s.turns_T >= 0] for s in batch.samples if s.returns_T is not None]
     return [float(value) for value in np.concatenate(found)]
+
+
+def test_a_trajectory_without_credit_is_in_no_loss() -> None:
+    trajectories = [
+        cut_trajectory(stepwise=False),
+        replace(cut_trajectory(stepwise=False), key=OTHER),
+    ]
+    batch = RankBatch(trajectories)
+    credits = {trajectories[0].key: np.array([0.0, 2.0]), OTHER: None}
+    batch.compute_advantages(TokenSpec("grpo"), credits, 0.0, lambda sums: sums)
+    trained, left_out = batch.samples
+    assert trained.weight_T.tolist() == (trained.turns_T >= 0).tolist()
+    assert trained.advantages_T.tolist() == [0, 0, 0, 0, 2, 2]
+    assert not left_out.weight_T.any()
+    assert not left_out.advantages_T.any()
+    with pytest.raises(KeyError):
+        batch.compute_advantages(TokenSpec("grpo"), {OTHER: None}, 0.0, lambda sums: sums)
 
 
 @pytest.mark.parametrize(("stepwise", "after"), [(False, 45.0), (True, 24.0)])

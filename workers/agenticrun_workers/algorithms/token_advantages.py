@@ -100,7 +100,7 @@ class TokenAdvantages:
     advantages_L: NDArray[np.float32]
     """0 where the mask is False."""
     returns_L: NDArray[np.float32] | None
-    """The critic's target at every response token; only with gae."""
+    """The critic's target at every response token of trajectories that train; only with gae."""
     mask_L: Booleans
     """Response tokens that are in the loss."""
     weights_L: NDArray[np.float32] | None
@@ -117,7 +117,8 @@ def token_advantages(
     Args:
         spec: recurrence, KL, correction, whitening and clips.
         tokens: of this rank.
-        per_turn_K: `Credit.per_turn_K` of this rank's turns, in the order of its trajectories.
+        per_turn_K: `Credit.per_turn_K` of this rank's turns, in the order of its trajectories; of
+            those that do not train it is not read.
         kl_coef: current coefficient of `reward_kl`.
         reduce: sums over ranks; identity on one rank. Every rank calls it equally often.
 

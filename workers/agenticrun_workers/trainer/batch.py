@@ -3,7 +3,7 @@
     RankPlan       driver -> rank    which trajectories the rank gets, and its mini-batches
     ScoredBatch    rank -> driver    KL of each turn, and the gap to the engines' log-probs
                    rank -> rank      outputs of a reference or critic on pods of its own
-    TurnCredits    driver -> rank    one number per turn of each trajectory
+    TurnCredits    driver -> rank    one number per turn, for trajectories in the loss
     ValueTargets   rank -> rank      targets of a critic on pods of its own
 
 What belongs to one trajectory is keyed by its `EpisodeKey`, because a reference or critic on pods
@@ -60,7 +60,7 @@ class ScoredBatch:
     ref_logprobs: Mapping[EpisodeKey, list[FloatArray]] | None = None
     """From a reference on pods of its own, one array per sequence of each trajectory."""
     values: Mapping[EpisodeKey, list[FloatArray]] | None = None
-    """From a critic on pods of its own, [T + 1] as `RankBatch.values`."""
+    """From a critic on pods of its own, in the same form, [T + 1] as `RankBatch.values`."""
 
     @staticmethod
     def merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
@@ -115,7 +115,8 @@ class RankBatch:
     old_logprobs: list[FloatArray] | None = None
     ref_logprobs: list[FloatArray] | None = None
     values: list[FloatArray] | None = None
-    """[T + 1] for each sequence, as `CriticTrainer.compute_values` returns them."""
+    """[T + 1] for each sequence: before each token, and after the text or, with `bootstrap`, after
+    the observation that ends a truncated trajectory."""
     samples: list[Sample] = field(init=False)
     """A sample per sequence; until `compute_advantages` with weight 1 on every response token."""
 
