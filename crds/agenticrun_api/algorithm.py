@@ -22,7 +22,7 @@ REFERENCE = "^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$"
 
 
 @dataclass(frozen=True)
-class Estimator:
+class EstimatorFacts:
     """Facts about an advantage estimator that rules are made of."""
 
     reads: tuple[str, ...] = ()
@@ -36,16 +36,16 @@ class Estimator:
 _ON_TOKENS = ("gamma", "reward_placement", "whiten_rewards")
 """Read by estimators that assign rewards to tokens and discount them over tokens."""
 ESTIMATORS = {
-    "gae": Estimator((*_ON_TOKENS, "lambd", "turn_level", "bootstrap_truncated")),
-    "reinforce": Estimator(_ON_TOKENS),
-    "agentic_reinforce": Estimator(_ON_TOKENS),
-    "step_reinforce": Estimator(("step_reward_gamma",)),
-    "reinforce_plus_plus": Estimator(_ON_TOKENS, whitens=True),
-    "reinforce_plus_plus_baseline": Estimator(_ON_TOKENS, compares_group=True, whitens=True),
-    "grpo": Estimator(("norm_std_type",), compares_group=True),
-    "rloo": Estimator(compares_group=True),
-    "dr_grpo": Estimator(compares_group=True),
-    "gigpo": Estimator(
+    "gae": EstimatorFacts((*_ON_TOKENS, "lambd", "turn_level", "bootstrap_truncated")),
+    "reinforce": EstimatorFacts(_ON_TOKENS),
+    "agentic_reinforce": EstimatorFacts(_ON_TOKENS),
+    "step_reinforce": EstimatorFacts(("step_reward_gamma",)),
+    "reinforce_plus_plus": EstimatorFacts(_ON_TOKENS, whitens=True),
+    "reinforce_plus_plus_baseline": EstimatorFacts(_ON_TOKENS, compares_group=True, whitens=True),
+    "grpo": EstimatorFacts(("norm_std_type",), compares_group=True),
+    "rloo": EstimatorFacts(compares_group=True),
+    "dr_grpo": EstimatorFacts(compares_group=True),
+    "gigpo": EstimatorFacts(
         (
             "step_reward_gamma",
             "episode_reward_weight",
@@ -56,12 +56,12 @@ ESTIMATORS = {
         compares_group=True,
     ),
 }
-OWN_ESTIMATOR = Estimator(("reward_placement", "estimator_config"))
+OWN_ESTIMATOR = EstimatorFacts(("reward_placement", "estimator_config"))
 """A function of your own."""
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossFacts:
     """Facts about a loss of the actor that rules are made of."""
 
     reads: tuple[str, ...] = ()
@@ -80,24 +80,24 @@ class Loss:
 
 _CLIPS = ("ratio_type", "pg_clip_low", "pg_clip_high", "dual_clip")
 LOSSES = {
-    "vanilla": Loss(old=False),
-    "ppo": Loss(_CLIPS),
-    "tis": Loss(("ratio_type", "tis")),
-    "topr": Loss(("ratio_type", "topr")),
-    "cispo": Loss(("ratio_type", "cispo")),
-    "kimi15": Loss(("kimi15",)),
-    "decoupled": Loss((*_CLIPS, "decoupled"), weighs_engine=True),
+    "vanilla": LossFacts(old=False),
+    "ppo": LossFacts(_CLIPS),
+    "tis": LossFacts(("ratio_type", "tis")),
+    "topr": LossFacts(("ratio_type", "topr")),
+    "cispo": LossFacts(("ratio_type", "cispo")),
+    "kimi15": LossFacts(("kimi15",)),
+    "decoupled": LossFacts((*_CLIPS, "decoupled"), weighs_engine=True),
 }
-OWN_LOSS = Loss(("ratio_type", "loss_config"))
+OWN_LOSS = LossFacts(("ratio_type", "loss_config"))
 """A function of your own."""
 
 
-def estimator_of(name: str) -> Estimator:
+def estimator_of(name: str) -> EstimatorFacts:
     """Return the facts about the estimator of this name."""
     return ESTIMATORS.get(name, OWN_ESTIMATOR)
 
 
-def loss_of(name: str) -> Loss:
+def loss_of(name: str) -> LossFacts:
     """Return the facts about the loss of this name."""
     return LOSSES.get(name, OWN_LOSS)
 
@@ -127,8 +127,8 @@ def _read_by(field: str, default: Any, *, of: str = "name") -> Rule:
 
     With any other one, the field must have its default.
     """
-    table: Mapping[str, Estimator | Loss] = ESTIMATORS if of == "name" else LOSSES
-    own: Estimator | Loss = OWN_ESTIMATOR if of == "name" else OWN_LOSS
+    table: Mapping[str, EstimatorFacts | LossFacts] = ESTIMATORS if of == "name" else LOSSES
+    own: EstimatorFacts | LossFacts = OWN_ESTIMATOR if of == "name" else OWN_LOSS
     readers = [
         name for name, row in (*table.items(), ("module:function", own)) if field in row.reads
     ]

@@ -142,10 +142,10 @@ def wait(state: State, obstacle: Obstacle | None, way_on: str) -> Result:
     if workloads.is_finished(found) or _is_outdated(state, found):
         why = f"a new Workload takes the place of {workloads.name_of(state.run)}"
         return leave(state) | _report(state, Reason.QUEUED, why, way_on)
-    released = Result()
+    gives_back = Result()
     if workloads.is_evicted(found) and workloads.holds_quota(found) and not state.holds_pods:
-        released = _change(state, workloads.released(found, times.format_time(state.now)))
-    return released | _report(state, *_words(state, found), way_on)
+        gives_back = _change(state, workloads.released(found, times.format_time(state.now)))
+    return gives_back | _report(state, *_words(state, found), way_on)
 
 
 def _is_outdated(state: State, found: Manifest) -> bool:

@@ -117,8 +117,8 @@ def token_advantages(
     Args:
         spec: recurrence, KL, correction, whitening and clips.
         tokens: of this rank.
-        per_turn_K: `Credit.per_turn_K` of this rank's turns, in the order of its trajectories; of
-            those that do not train it is not read.
+        per_turn_K: `Credit.per_turn_K` of this rank's turns, in the order of its trajectories;
+            read only if they train.
         kl_coef: current coefficient of `reward_kl`.
         reduce: sums over ranks; identity on one rank. Every rank calls it equally often.
 
