@@ -163,21 +163,18 @@ def _quantity(value: Any, info: ValidationInfo) -> str:
         return text
     if value is None:
         raise refused("", "write a quantity of Kubernetes (500m, 2, 1.5Gi), or leave the field out")
-    # Most mistakes are units of another spelling, which the message can correct.
-    meant = _meant_quantity(value) if isinstance(value, str) else None
-    advice = f"as {meant}" if meant else "such as 500m, 2, 1.5Gi"
+    advice = "such as 500m, 2, 1.5Gi"
+    if isinstance(value, str):
+        # Most mistakes are units of another spelling, which this corrects: 4GiB, 4GB, 1K.
+        plain = value.replace(" ", "").removesuffix("B").removesuffix("b")
+        start, unit = plain[:-1], plain[-1:]
+        spellings = (plain, start + unit.lower(), start + unit.upper())
+        advice = next((f"as {each}" for each in spellings if _is_quantity(each)), advice)
     raise refused("", f"write a quantity of Kubernetes {advice} (got {value!r})")
 
 
 def _is_quantity(text: str) -> bool:
     return len(text) <= QUANTITY_LENGTH and re.fullmatch(QUANTITY_PATTERN, text) is not None
-
-
-def _meant_quantity(text: str) -> str | None:
-    """Return the quantity that a text with a unit of another spelling means: 4GiB, 4GB, 1K."""
-    text = text.replace(" ", "").removesuffix("B").removesuffix("b")
-    start, unit = text[:-1], text[-1:]
-    return next(filter(_is_quantity, (text, start + unit.lower(), start + unit.upper())), None)
 
 
 Quantity = Annotated[

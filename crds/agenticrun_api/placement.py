@@ -101,11 +101,15 @@ def placement(
         # Before the user's, which replaces it as a whole.
         affinity = {"podAffinity": _with_the_savers(run, role)} | affinity
     # If one of the pods that share a node chooses an architecture, it holds for all of them.
-    if not any(_chooses_architecture(shared) for shared in sharing):
+    given = [[shared.affinity, shared.overlay.spec.get("affinity")] for shared in sharing]
+    if ARCHITECTURE not in json.dumps(given, default=str):
         if len(architectures) == 1:
             selector = {ARCHITECTURE: architectures[0]} | selector
         elif architectures:
-            affinity = {"nodeAffinity": _one_of(architectures)} | affinity
+            allowed = {"key": ARCHITECTURE, "operator": "In", "values": list(architectures)}
+            terms = {"nodeSelectorTerms": [{"matchExpressions": [allowed]}]}
+            required = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+            affinity = {"nodeAffinity": required} | affinity
     return {"nodeSelector": selector, "tolerations": tolerations, "affinity": affinity}
 
 
@@ -121,11 +125,6 @@ def _tolerations(settings: PodRole) -> list[Any]:
         return list(given)
     gpus = {"key": settings.gpu_resource_name, "operator": "Exists", "effect": "NoSchedule"}
     return [*given, *([] if gpus in given else [gpus])]
-
-
-def _chooses_architecture(settings: PodRole) -> bool:
-    overlay = settings.overlay.spec.get("affinity")
-    return ARCHITECTURE in json.dumps([settings.affinity, overlay], default=str)
 
 
 def _with_the_savers(run: AgenticRun, role: Role) -> Manifest:
@@ -147,9 +146,3 @@ def _with_the_savers(run: AgenticRun, role: Role) -> Manifest:
         "labelSelector": {"matchLabels": {LABEL_RUN_UID: run.metadata.uid} | others},
     }
     return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
-
-
-def _one_of(architectures: Sequence[str]) -> Manifest:
-    allowed = {"key": ARCHITECTURE, "operator": "In", "values": list(architectures)}
-    terms = {"nodeSelectorTerms": [{"matchExpressions": [allowed]}]}
-    return {"requiredDuringSchedulingIgnoredDuringExecution": terms}
