@@ -393,8 +393,12 @@ def _problem(pod: Manifest) -> Problem | PassingProblem | None:
             return Problem(Reason.CONTAINER_CRASHED, f"was ended by its node: {own}")
         words = _one_line(f"{status['reason']}: {status.get('message') or ''}").rstrip(": ")
         return Problem(Reason.PODS_PENDING, f"was ended by its node: {words}")
+    scheduled = str(pod["metadata"].get("creationTimestamp", ""))
     for condition in status.get("conditions", ()):
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+        if condition["type"] != "PodScheduled":
+            continue
+        scheduled = condition.get("lastTransitionTime") or scheduled
+        if condition["status"] == "False":
             message = _one_line(condition.get("message", ""))
             found = Problem(Reason.UNSCHEDULABLE, f"cannot be scheduled: {message}")
             gates = [item["name"] for item in pod.get("spec", {}).get("schedulingGates") or ()]
@@ -402,27 +406,19 @@ def _problem(pod: Manifest) -> Problem | PassingProblem | None:
                 words = f"waits for scheduling gate {gates[0]}, which its controller has to remove"
                 found = Problem(Reason.UNSCHEDULABLE, words)
             if gates or _VOLUME_COMES.search(message):
-                since = condition.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"]
-                return PassingProblem(found, _later(since, PASSING_SECONDS))
+                return PassingProblem(found, _later(scheduled, PASSING_SECONDS))
             return found
     images = _images(pod)
     for container in _container_statuses(pod):
         if problem := _container_problem(container, images[container["name"]]):
             if _KUBELET_TRIES_AGAIN.search(problem.message) and not problem.ended:
-                return PassingProblem(problem, _later(_scheduled_at(pod), PASSING_SECONDS))
+                return PassingProblem(problem, _later(scheduled, PASSING_SECONDS))
             return problem
     return _node_problem(pod) or _unready(pod)
 
 
 def _later(time: str, seconds: float) -> str:
     return (_moment(time) + timedelta(seconds=seconds)).isoformat()
-
-
-def _scheduled_at(pod: Manifest) -> str:
-    for condition in pod.get("status", {}).get("conditions", ()):
-        if condition["type"] == "PodScheduled" and condition.get("lastTransitionTime"):
-            return str(condition["lastTransitionTime"])
-    return str(pod["metadata"]["creationTimestamp"])
 
 
 def _node_problem(pod: Manifest) -> Problem | None:

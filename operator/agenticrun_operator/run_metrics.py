@@ -183,12 +183,6 @@ def _time(text: str | None) -> Samples:
     return _plain(datetime.fromisoformat(text).timestamp() if text else None)
 
 
-def _conditions(state: RunState) -> Samples:
-    for item in state.status.conditions:
-        if state.ended == (item.type in _LAST_WORDS):
-            yield (intern(item.type), intern(item.status), intern(item.reason)), 1.0
-
-
 def _unsaved_steps(state: RunState) -> Samples:
     """Return the steps since the newest checkpoint, of a run that saves checkpoints."""
     if state.ended or not state.save_steps:
@@ -216,7 +210,11 @@ SERIES = (
     Series(
         "agenticrun_run_condition",
         "1 for each condition of the run: Complete and Failed after its end, the others before.",
-        _conditions,
+        lambda state: [
+            ((intern(item.type), intern(item.status), intern(item.reason)), 1.0)
+            for item in state.status.conditions
+            if state.ended == (item.type in _LAST_WORDS)
+        ],
         ("type", "status", "reason"),
     ),
     Series(

@@ -141,7 +141,10 @@ class Watch:
                     self._version = None
                 # An optional kind, such as Kueue's, may be installed later.
                 if self._optional and isinstance(error, _ABSENT):
-                    self._note_absent()
+                    # No alert about objects that this cluster need not have.
+                    self._trouble, self._failures = "", 0
+                    metrics.WATCHES_DOWN.labels(**self._labels).set(0)
+                    metrics.WATCH_CONTACT.remove_by_labels(self._labels)
                     await asyncio.sleep(ABSENT_SECONDS)
                     continue
                 # A version that is too old is normal after a long gap: the objects are listed
@@ -178,12 +181,6 @@ class Watch:
 
     def _note_contact(self) -> None:
         metrics.WATCH_CONTACT.labels(**self._labels).set_to_current_time()
-
-    def _note_absent(self) -> None:
-        """Raise no alert about objects that this cluster need not have."""
-        self._trouble, self._failures = "", 0
-        metrics.WATCHES_DOWN.labels(**self._labels).set(0)
-        metrics.WATCH_CONTACT.remove_by_labels(self._labels)
 
     @property
     def _labels(self) -> dict[str, str]:

@@ -73,6 +73,8 @@ def head_pod(run: AgenticRun, context: PodContext, ports: dict[str, int]) -> Man
     pod = _pod(run, Role.DRIVER, context, ports)
     pod["containers"][0]["env"].insert(0, _field(POD_IP_VARIABLE, "status.podIP"))
     settings = run.spec.roles.driver
+    # As in all Ray containers: trainer pods have no other token to ask the reporter to leave.
+    ray_token = {"name": context.tokens, "key": RAY_TOKEN_KEY}
     pod.setdefault("initContainers", []).append(
         {
             "name": REPORTER_CONTAINER,
@@ -82,7 +84,7 @@ def head_pod(run: AgenticRun, context: PodContext, ports: dict[str, int]) -> Man
             "command": list(REPORTER_COMMAND),
             "env": [
                 *settings.env,
-                _ray_token(context.tokens),
+                {"name": ENV_RAY_TOKEN, "valueFrom": {"secretKeyRef": ray_token}},
                 _field(ENV_POD_UID, "metadata.uid"),
                 _field(ENV_POD_IP, "status.podIP"),
             ],
@@ -106,15 +108,6 @@ def head_pod(run: AgenticRun, context: PodContext, ports: dict[str, int]) -> Man
 def _field(name: str, path: str) -> Manifest:
     """Return a variable with a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def _ray_token(tokens: str) -> Manifest:
-    """Return the variable with Ray's token, as KubeRay sets it in all Ray containers.
-
-    Trainer pods have no other token to tell the reporter that they are being removed.
-    """
-    reference = {"name": tokens, "key": RAY_TOKEN_KEY}
-    return {"name": ENV_RAY_TOKEN, "valueFrom": {"secretKeyRef": reference}}
 
 
 def worker_pod(run: AgenticRun, role: Role, context: PodContext) -> Manifest:
