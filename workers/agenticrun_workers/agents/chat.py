@@ -113,7 +113,7 @@ class ChatFormat:
             (key for key in ("reasoning_content", "thinking") if key in self.template), None
         )
         self._completes_tools = not self._renders([_USER], [_BARE_TOOL])
-        self.system_role = self._has_system_role()
+        self.system_role = _MARKER in self._renders([{"role": "system", "content": _MARKER}, _USER])
         """False if the instruction joins the first user message."""
         self._find_end()
         self._find_calls()
@@ -401,9 +401,6 @@ class ChatFormat:
         except Exception:  # templates raise what they like
             return ""
 
-    def _has_system_role(self) -> bool:
-        return _MARKER in self._renders([{"role": "system", "content": _MARKER}, _USER])
-
     def _find_end(self) -> None:
         """Find the token that ends a turn: after the last answer, or else before the next message.
 
@@ -541,7 +538,9 @@ class ChatFormat:
     def _apply(
         self, messages: Sequence[Message], *, prompt: bool, tools: Tools = (), **args: Any
     ) -> str:
-        shown, head = [self._completed(tool) for tool in tools] or None, self._settings.head
+        shown, head = [*tools] or None, self._settings.head
+        if shown and self._completes_tools:
+            shown = [{**tool, "function": {**_NOTHING, **tool["function"]}} for tool in shown]
         if self._args:
             # The variables of the run are set where the template begins: these come after them.
             template = self._tokenizer.get_chat_template(tools=shown).removeprefix(head)
@@ -551,12 +550,6 @@ class ChatFormat:
             [*messages], tools=shown, tokenize=False, add_generation_prompt=prompt, **args
         )
         return text
-
-    def _completed(self, tool: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a tool as the template reads it, which may need an empty description."""
-        if not self._completes_tools:
-            return tool
-        return {**tool, "function": {**_NOTHING, **tool["function"]}}
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with only what the template knows: roles, arguments, reasoning."""

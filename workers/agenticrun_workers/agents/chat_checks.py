@@ -64,19 +64,19 @@ RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "content": "RESU
 def check_chat(chat: ChatFormat) -> Report:
     """Return what a template can express. Failures make training on it wrong."""
     checks = {
-        "family": _family,
         "two turns": _two_turns,
         "system role": _system_role,
         "thinking": _thinking,
         "tool calls": _tool_calls,
-        "stop tokens": _stop_tokens,
     }
-    findings: dict[str, Finding] = {}
+    reader = ", by the model's response_template" if chat.own_reader else ""
+    findings = {"family": ok(chat.family.name + reader)}
     for name, check in checks.items():
         try:
             findings[name] = check(chat)
         except ChatTemplateError as error:
             findings[name] = failed(error.message, TEMPLATE)
+    findings["stop tokens"] = ok(" ".join(map(chat.shown_token, chat.stop_tokens)))
     return Report(findings)
 
 
@@ -85,10 +85,6 @@ def require_chat(chat: ChatFormat) -> None:
     for name, finding in check_chat(chat).findings.items():
         if finding.verdict is Verdict.FAILED:
             raise chat.error(f"fails the check of {name} ({finding.found})", finding.advice)
-
-
-def _family(chat: ChatFormat) -> Finding:
-    return ok(chat.family.name + (", by the model's response_template" if chat.own_reader else ""))
 
 
 def _two_turns(chat: ChatFormat) -> Finding:
@@ -228,7 +224,3 @@ def _parallel(chat: ChatFormat) -> str:
         if "SECOND" in chat.render([ASKED, called, *results], prompt=True, tools=[TOOL]):
             return "several calls per answer"
     return "one call per answer"
-
-
-def _stop_tokens(chat: ChatFormat) -> Finding:
-    return ok(" ".join(chat.shown_token(token) for token in chat.stop_tokens))

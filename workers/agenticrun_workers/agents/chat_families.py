@@ -21,7 +21,6 @@ from agenticrun_workers.agents.json_schema import listed_values, types_of
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import (
         ResponseTemplate,
-        ResponseTemplateField,
     )
 
 Tools = Sequence[Mapping[str, Any]]
@@ -363,10 +362,16 @@ class AnswerReader:
         self._compiled: ResponseTemplate = load_response_template(spec)
         self.reads_calls = CALLS in self._compiled.fields
         self.reasons = any(name in self._compiled.fields for name in (REASONING, "thinking"))
-        self.reasoning_texts = self._reasoning_texts()
+        opened = self._opened()
+        known = self.reasons and self.own is None and REASONING not in self.family.fields
+        self.reasoning_texts: tuple[str, str] | None = None
         """Texts around the reasoning that an answer may begin with, if it is known. The first is
         empty where each prompt begins it."""
-        self._begun = self.prompt if self.own else self._opened()
+        if opened:
+            self.reasoning_texts = "", THINK_END
+        elif known and THINK_END not in self.prompt:
+            self.reasoning_texts = THINK_START, THINK_END
+        self._begun = self.prompt if self.own else opened
         self._ends_calls = self.family.call_end is None
 
     def _spec(self) -> dict[str, Any]:
@@ -381,13 +386,6 @@ class AnswerReader:
         """Return the reasoning that each prompt begins, or an empty text."""
         at = self.prompt.rfind("<think>")
         return self.prompt[at:] if at >= 0 and "</think>" not in self.prompt[at:] else ""
-
-    def _reasoning_texts(self) -> tuple[str, str] | None:
-        if self._opened():
-            return "", THINK_END
-        closed = THINK_END in self.prompt
-        known = self.own is None and REASONING not in self.family.fields
-        return (THINK_START, THINK_END) if known and self.reasons and not closed else None
 
     def read(self, text: str, *, ended: bool, tools: Tools = ()) -> ParsedAnswer:
         """Return the parts of an answer.
@@ -455,10 +453,11 @@ class AnswerReader:
         calls = self._compiled.fields.get(CALLS)
         if calls is None:
             return
-        if any(e["type"] == "region_close" and e["field"] == CALLS for e in last) and not (
-            _closes(calls, text) or (ended and self._ends_calls)
-        ):
-            raise _Malformed("the tool call has no end")
+        if any(e["type"] == "region_close" and e["field"] == CALLS for e in last):
+            ends = calls.close_re.finditer(text) if calls.close_re else ()
+            closed = any(match.end() == len(text) for match in ends)
+            if not closed and not (ended and self._ends_calls):
+                raise _Malformed("the tool call has no end")
         if self.family.argument is None or self.own is not None:
             return
         opening, end = self.family.argument
@@ -469,13 +468,6 @@ class AnswerReader:
                 raise _Malformed(
                     f"the tool call has text between its arguments: {odd.strip()[:80]!r}"
                 )
-
-
-def _closes(calls: ResponseTemplateField, text: str) -> bool:
-    """Return True if the text ends with the end of a call."""
-    if calls.close_re is None:
-        return False
-    return any(match.end() == len(text) for match in calls.close_re.finditer(text))
 
 
 def _bodies(events: list[dict[str, Any]]) -> Iterator[str]:
@@ -591,7 +583,16 @@ def _python_calls(text: str) -> list[dict[str, Any]]:
         raise _Malformed(f"the tool call cannot be read: {error.msg}") from error
     if not isinstance(tree, ast.List):
         raise _Malformed("the tool call is not a list of calls")
-    return [_python_call(call) for call in tree.elts]
+    calls = []
+    for call in tree.elts:
+        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+            raise _Malformed("the tool call is not name(argument=value, ...)")
+        arguments = {
+            str(keyword.arg): ast.literal_eval(_JsonNames().visit(keyword.value))
+            for keyword in call.keywords
+        }
+        calls.append({"name": ast.unparse(call.func), "arguments": arguments})
+    return calls
 
 
 class _JsonNames(ast.NodeTransformer):
@@ -601,13 +602,3 @@ class _JsonNames(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(self.VALUES[node.id]) if node.id in self.VALUES else node
-
-
-def _python_call(call: ast.expr) -> dict[str, Any]:
-    if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
-        raise _Malformed("the tool call is not name(argument=value, ...)")
-    arguments = {
-        str(keyword.arg): ast.literal_eval(_JsonNames().visit(keyword.value))
-        for keyword in call.keywords
-    }
-    return {"name": ast.unparse(call.func), "arguments": arguments}

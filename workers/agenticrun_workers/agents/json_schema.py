@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 Schema = Any
@@ -23,8 +23,8 @@ _NO_TEXT = re.compile(
     r"\s*(?:[-+]?[\d._]+(?:[eE][-+]?\d+)?|(?i:true|false)|null|None|[{\[].*)\s*", re.S
 )
 """Texts that are read as a value of another type where the schema allows one."""
-_LISTS = ("$ref", "enum", "const", *_CHOICES)
-_SAYS_TYPE = ("type", *_LISTS)
+_LISTS = {"$ref", "enum", "const", *_CHOICES}
+_TYPED = {"type", *_LISTS}
 
 
 def resolved(root: Schema, reference: Any) -> Schema:
@@ -99,14 +99,18 @@ def types_of(schema: Schema, root: Schema) -> list[str]:
             found.append(_TYPES[type(part["const"])])
             listed.append(part["const"])
         elif choices is not None:
-            typed = [each for each in choices if isinstance(each, Mapping) and _says_type(each)]
+            typed = [each for each in choices if isinstance(each, Mapping) and each.keys() & _TYPED]
             if len(typed) < len(choices) and "allOf" not in part:
                 return []
             left[:0] = typed
         else:
             return []
         found += ["null"] if part.get("nullable") is True else []
-    return [] if _is_ambiguous(listed) else [*dict.fromkeys(found)]
+    texts = [each for each in listed if isinstance(each, str)]
+    # A listed text would be read as a value of another listed type.
+    if len(texts) < len(listed) and any(map(_NO_TEXT.fullmatch, texts)):
+        return []
+    return [*dict.fromkeys(found)]
 
 
 def listed_values(schema: Schema, root: Schema) -> list[Any]:
@@ -131,22 +135,8 @@ def listed_values(schema: Schema, root: Schema) -> list[Any]:
             found.append(part["const"])
         elif choices is not None:
             # All schemas of allOf apply: one that only names a type allows no further values.
-            every = [each for each in choices if isinstance(each, Mapping) and _lists(each)]
+            every = [each for each in choices if isinstance(each, Mapping) and each.keys() & _LISTS]
             left[:0] = every if "allOf" in part and every else choices
         elif "string" in (declared if isinstance(declared, list) else [declared]):
             return []
     return found
-
-
-def _is_ambiguous(values: Sequence[Any]) -> bool:
-    """Return True if a listed text would be read as a value of another listed type."""
-    texts = [each for each in values if isinstance(each, str)]
-    return len(texts) < len(values) and any(_NO_TEXT.fullmatch(each) for each in texts)
-
-
-def _lists(schema: Mapping[str, Any]) -> bool:
-    return any(key in schema for key in _LISTS)
-
-
-def _says_type(schema: Mapping[str, Any]) -> bool:
-    return any(key in schema for key in _SAYS_TYPE)

@@ -392,14 +392,6 @@ class StepWiseAgent(TurnBasedAgent):
 
     def prompt(self, instruction: str, past: Sequence[Exchange], observation: str) -> IntArray:
         """Return the whole prompt of this turn, int32 [T]."""
-        fields = self._fields_of(instruction, past, observation)
-        return self.chat.first(
-            self._system_template.format_map(fields), self._agent_template.format_map(fields)
-        )
-
-    def _fields_of(
-        self, instruction: str, past: Sequence[Exchange], observation: str
-    ) -> dict[str, Any]:
         first_shown = max(0, len(past) - self._history_length)
         history = "".join(
             self._history_template.format_map(
@@ -418,4 +410,7 @@ class StepWiseAgent(TurnBasedAgent):
             "history_length": len(past) - first_shown,
             "step_count": len(past),
         }
-        return self.fields(instruction, observation, len(past) + 1) | shown
+        fields = self.fields(instruction, observation, len(past) + 1) | shown
+        return self.chat.first(
+            self._system_template.format_map(fields), self._agent_template.format_map(fields)
+        )

@@ -407,7 +407,10 @@ async def _run_command(
     finally:
         await asyncio.wait({starting})
         if starting.exception() is None:
-            await _kill_session(starting.result())
+            leader = starting.result()
+            with suppress(ProcessLookupError):
+                os.killpg(leader.pid, signal.SIGKILL)
+            await leader.wait()
     if status:
         raise EnvFault(
             StopReason.ENV_ERROR,
@@ -422,12 +425,6 @@ def _started(starting: asyncio.Task[asyncio.subprocess.Process]) -> asyncio.subp
         raise EnvFault(
             StopReason.ENV_ERROR, f"the agent's command cannot be started: {error}"
         ) from error
-
-
-async def _kill_session(leader: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(leader.pid, signal.SIGKILL)
-    await leader.wait()
 
 
 def _last_line(output: IO[bytes]) -> str:

@@ -108,7 +108,13 @@ class AnswerFormat:
     @property
     def structural_tag(self) -> dict[str, Any]:
         """The format in the language of xgrammar, which SGLang and vLLM have."""
-        options = [self._call_tag(name, schema) for name, schema in (self.calls or {}).items()]
+        options = []
+        for name, schema in (self.calls or {}).items():
+            how = self.call_text
+            assert how is not None
+            end = [_text_tag(how.end)] if how.end else []
+            begin = _text_tag(how.before_arguments(name))
+            options.append(_sequence_tag(begin, _json_tag(schema, how.style), *end))
         if self.schema is not None:
             options.append(_json_tag(self.schema))
         answer = {"type": "or", "elements": options}
@@ -123,15 +129,6 @@ class AnswerFormat:
         )
         first = {"type": "optional", "content": reasoning} if begins else reasoning
         return {"type": "structural_tag", "format": _sequence_tag(first, answer)}
-
-    def _call_tag(self, name: str, schema: Schema) -> dict[str, Any]:
-        how = self.call_text
-        assert how is not None
-        return _sequence_tag(
-            _text_tag(how.before_arguments(name)),
-            _json_tag(schema, how.style),
-            *([_text_tag(how.end)] if how.end else []),
-        )
 
     @property
     def grammar(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -253,25 +253,19 @@ def check_unicode(value: Any, path: str) -> None:
 
     Half of a surrogate pair can be written in JSON, and no tokenizer takes it.
     """
-    for place, text in _texts(value, path):
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise refused(place, "text that is not valid unicode") from None
-
-
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield all texts of a JSON value with their places, keys of objects included."""
     left = [(path, value)]
     while left:
         path, value = left.pop()
         if isinstance(value, str):
-            yield path, value
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise refused(path, "text that is not valid unicode") from None
         elif isinstance(value, list | tuple):
             left += reversed([(f"{path}[{n}]", inner) for n, inner in enumerate(value)])
         elif isinstance(value, Mapping):
-            yield from ((path, key) for key in value)
-            left += reversed([(f"{path}.{key}", inner) for key, inner in value.items()])
+            inner = [(f"{path}.{key}", value[key]) for key in value]
+            left += reversed([*((path, key) for key in value), *inner])
 
 
 def answer_message(parsed: ParsedAnswer) -> ChatMessage:

@@ -415,7 +415,15 @@ class Session:
         args = template_args(chat, request)
         if args:
             chat = _tokenised("chat_template_kwargs", lambda: chat.with_args(args))
-        self._check_tools(request, chat)
+        # Tools that the policy would not see, or that it cannot call.
+        if request.tools and not chat.shows_tools(request.tools):
+            error = chat.error("does not show tools", "use a model that calls tools")
+            raise refused("tools", str(error))
+        if request.tools and request.calls and not chat.reads_calls:
+            error = chat.error(
+                "writes tool calls in a format that is not known", "set spec.model.chatFormat"
+            )
+            raise refused("tools", str(error))
         return Setting(chat, request.tools, args, thread)
 
     def _prompt(self, request: ChatRequest, setting: Setting) -> tuple[IntArray, Answer | None]:
@@ -458,19 +466,6 @@ class Session:
             setting,
             thread,
         )
-
-    def _check_tools(self, request: ChatRequest, chat: ChatFormat) -> None:
-        """Raise `ApiError` for tools that the policy would not see, or that it cannot call."""
-        if not request.tools:
-            return
-        if not chat.shows_tools(request.tools):
-            error = chat.error("does not show tools", "use a model that calls tools")
-            raise refused("tools", str(error))
-        if request.calls and not chat.reads_calls:
-            error = chat.error(
-                "writes tool calls in a format that is not known", "set spec.model.chatFormat"
-            )
-            raise refused("tools", str(error))
 
     def _form(self, request: ChatRequest, chat: ChatFormat) -> AnswerFormat | None:
         """Return the format of the answer, as the policy's family writes it. Raises `ApiError`."""
