@@ -68,7 +68,13 @@ class PlainDisplay(ProgressSink):
     def update(self, progress: Progress) -> None:
         # In a step there are many snapshots: only its end is worth a line.
         if progress.activity not in (Activity.ROLLOUT, Activity.TRAINING, Activity.VALIDATION):
-            self._tell_phase(progress)
+            # A start-up changes its message often, and may take minutes.
+            repeated = progress.message == self._message
+            if progress.activity != self._activity or not (
+                repeated or self._clock() - self._reported < QUIET_SECONDS
+            ):
+                self._message, self._reported = progress.message, self._clock()
+                self._print(f"[{progress.activity}] {progress.message}".rstrip())
         elif progress.message not in ("", self._message):
             self._message = progress.message
             self._print(f"[{progress.activity}] {progress.message}")
@@ -90,16 +96,6 @@ class PlainDisplay(ProgressSink):
     @override
     async def finish(self, progress: Progress) -> None:
         self.update(progress)
-
-    def _tell_phase(self, progress: Progress) -> None:
-        goes_on = progress.activity == self._activity
-        # A start-up changes its message often, and may take minutes.
-        if goes_on and (
-            progress.message == self._message or self._clock() - self._reported < QUIET_SECONDS
-        ):
-            return
-        self._message, self._reported = progress.message, self._clock()
-        self._print(f"[{progress.activity}] {progress.message}".rstrip())
 
     def _print(self, line: str) -> None:
         with suppress(OSError):  # a full disk does not end training

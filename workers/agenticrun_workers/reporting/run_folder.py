@@ -121,12 +121,15 @@ class RunFolder:
         """Return the episodes of one of the `sample_files`."""
         name = SAMPLES.fullmatch(file.name)
         assert name is not None
+        tracking = ((self.config() or {}).get("spec") or {}).get("tracking") or {}
+        folders = (str(tracking.get("renderDir") or ""), "pictures")  # a copy has the latter
         # A model may have written escape sequences or text that is not UTF-8.
         pieces = HEADER.split(clean_text(file.read_text(encoding="utf-8", errors="replace")))
         found = []
         for line, text in zip(pieces[1::2], pieces[2::2], strict=True):
             facts = _facts(line)
-            picture = f"{file.stem}-{facts['tag']}-{facts.get('group')}-{facts.get('member')}.gif"
+            gif = f"{file.stem}-{facts['tag']}-{facts.get('group')}-{facts.get('member')}.gif"
+            pictures = (self.path / folder / gif for folder in folders)
             parts = PART.split(text)
             found.append(
                 Episode(
@@ -137,7 +140,7 @@ class RunFolder:
                         (title, body.strip("\n"))
                         for title, body in zip(parts[1::2], parts[2::2], strict=True)
                     ),
-                    picture=self._picture(picture),
+                    picture=next(filter(Path.is_file, pictures), None),
                 )
             )
         return found
@@ -272,14 +275,6 @@ class RunFolder:
             yield
         finally:
             file.unlink(missing_ok=True)
-
-    def _picture(self, name: str) -> Path | None:
-        tracking = ((self.config() or {}).get("spec") or {}).get("tracking") or {}
-        for folder in (str(tracking.get("renderDir") or ""), "pictures"):  # a copy has the latter
-            file = self.path / folder / name
-            if file.is_file():
-                return file
-        return None
 
 
 STARTED = re.compile(r"driver\.actors: (\S+) runs on .*\bpid (\d+)\)$", re.MULTILINE)

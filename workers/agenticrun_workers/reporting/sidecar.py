@@ -138,9 +138,15 @@ class Reporter:
             raise web.HTTPUnprocessableEntity(text=str(error)) from error
         before, now = self._state, self._clock()
         poster = hashlib.sha256(request.headers.get(DRIVER_HEADER, "").encode()).hexdigest()
+        # The process that sent the newest snapshot has ended, or is frozen.
+        silent = now - self._heard_at
+        if self._connection is None:  # this process has just started
+            lapsed = silent >= LOST_SECONDS
+        else:
+            lapsed = self._connection.is_closing() or silent >= FROZEN_SECONDS
         try:
             # An attempt belongs to the process that posts for it: user code knows the token, too.
-            self._become(before.with_progress(progress, poster, lapsed=self._has_lapsed()))
+            self._become(before.with_progress(progress, poster, lapsed=lapsed))
         except NotTheDriver as error:
             raise web.HTTPConflict(text=str(error)) from error
         # A repeated snapshot shows that the driver is alive, but not that it makes progress.
@@ -171,30 +177,18 @@ class Reporter:
             leaving = Leaving.model_validate_json(await request.read())
         except ValidationError as error:
             raise web.HTTPUnprocessableEntity(text=str(error)) from error
-        runs = self._driver_runs()
-        if runs:  # otherwise the request would end the next attempt
-            self._become(self._state.asked_to_stop(leaving.pod))
         progress = self._state.progress
         reported = progress is not None and progress.final is not None
+        connected = self._connection is None or not self._connection.is_closing()
+        longest = FROZEN_SECONDS if connected else LOST_SECONDS
+        silent = self._clock() - self._heard_at
+        # A driver runs that can still save and report.
+        runs = progress is not None and not reported and silent < longest
+        if runs:  # otherwise the request would end the next attempt
+            self._become(self._state.asked_to_stop(leaving.pod))
         return _json(
             LeaveAnswer(driver_runs=runs, report_unread=reported and not self._report_read)
         )
-
-    def _has_lapsed(self) -> bool:
-        """Return True if the process that sent the newest snapshot has ended, or is frozen."""
-        silent = self._clock() - self._heard_at
-        if self._connection is None:  # this process has just started
-            return silent >= LOST_SECONDS
-        return self._connection.is_closing() or silent >= FROZEN_SECONDS
-
-    def _driver_runs(self) -> bool:
-        """Return True if a driver runs that can still save and report."""
-        progress = self._state.progress
-        if progress is None or progress.final is not None:
-            return False
-        silent = self._clock() - self._heard_at
-        connected = self._connection is None or not self._connection.is_closing()
-        return silent < (FROZEN_SECONDS if connected else LOST_SECONDS)
 
     async def _checkpoint(self, _: web.Request) -> web.Response:
         self._become(self._state.asked_for_checkpoint())

@@ -156,11 +156,16 @@ class JsonlTracker:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [
-            line
-            for line in _complete_lines(path)
-            if not _computed_again(json.loads(line), resume_step)
-        ]
+        kept = []
+        for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+            # A killed driver may leave half a line at the end.
+            if not line.endswith("}\n"):
+                continue
+            values = json.loads(line)
+            validation = all(name.startswith("val/") for name in values.keys() - {"step", "time"})
+            # The run computes later steps again, and validates again at this one.
+            if values["step"] < resume_step or (values["step"] == resume_step and not validation):
+                kept.append(line)
         aside = path.with_suffix(".tmp")
         # Rewritten beside it: a crash here must not lose the earlier steps.
         aside.write_text("".join(kept))
@@ -209,18 +214,6 @@ class TensorBoardTracker:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _computed_again(line: Mapping[str, float], resume_step: int) -> bool:
-    validation = all(name.startswith("val/") for name in line if name not in ("step", "time"))
-    return line["step"] > resume_step or (line["step"] == resume_step and validation)
-
-
-def _complete_lines(path: Path) -> list[str]:
-    """Return the complete lines: a killed driver may leave half a line at the end."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
 
 
 INIT_SECONDS = 30.0
