@@ -243,22 +243,17 @@ def _with_todays_names(config: dict[str, Any], notes: Notes) -> dict[str, Any]:
             renamed[role] = _renamed(config[role], role, OF_MANAGERS, notes)
     envs = config.get("custom_envs")
     if isinstance(envs, dict):
-        renamed["custom_envs"] = {
-            tag: _environment_of_today(env, f"custom_envs.{tag}", notes)
-            if isinstance(env, dict)
-            else env
-            for tag, env in envs.items()
-        }
+        renamed["custom_envs"] = dict(envs)
+        for tag, env in envs.items():
+            if not isinstance(env, dict):
+                continue
+            path = f"custom_envs.{tag}"
+            today = renamed["custom_envs"][tag] = _renamed(env, path, OF_ENVIRONMENTS, notes)
+            text = today.pop("env_instruction", None)
+            if text is not None:
+                notes.adapted(f"{path}.env_instruction", text, "read as env_config.env_instruction")
+                today["env_config"] = {"env_instruction": text, **(today.get("env_config") or {})}
     return renamed
-
-
-def _environment_of_today(env: dict[str, Any], path: str, notes: Notes) -> dict[str, Any]:
-    today = _renamed(env, path, OF_ENVIRONMENTS, notes)
-    text = today.pop("env_instruction", None)
-    if text is not None:
-        notes.adapted(f"{path}.env_instruction", text, "read as env_config.env_instruction")
-        today["env_config"] = {"env_instruction": text, **(today.get("env_config") or {})}
-    return today
 
 
 def _renamed(
@@ -488,7 +483,10 @@ def _checkpoint(top: View, pods: Spec, notes: Notes) -> Spec:
                 "volumeMounts), or checkpoints end with the pods; or name object storage",
             )
         return {"uri": uri, "keep": keep}
-    size = f"{_claim_gib(top, keep)}Gi"
+    sizes = run_sizes(top, together=False)
+    saved = 1 + (ceil(top["max_steps"] / top["save_steps"]) if top["save_steps"] > 0 else 0)
+    gib = max(LEAST_CLAIM_GIB, sizes.claim_gib(min(keep, saved)) if sizes else 0)
+    size = f"{gib}Gi"
     notes.adapted(
         "checkpoint_config.output_dir",
         given,
@@ -506,12 +504,6 @@ def _checkpoint(top: View, pods: Spec, notes: Notes) -> Spec:
 
 
 LEAST_CLAIM_GIB = 100
-
-
-def _claim_gib(top: View, keep: int) -> int:
-    size = run_sizes(top, together=False)
-    saved = 1 + (ceil(top["max_steps"] / top["save_steps"]) if top["save_steps"] > 0 else 0)
-    return max(LEAST_CLAIM_GIB, size.claim_gib(min(keep, saved)) if size else 0)
 
 
 def _tracking(top: View, name: str, notes: Notes) -> Spec:

@@ -214,11 +214,9 @@ def _game(tag: str, env: View, notes: Notes) -> Game:
             _common(key, value, f"{path}.env_config.{key}", notes)
         else:
             notes.adapted(f"{path}.env_config.{key}", value, "an argument for the class to write")
-    return Game(f"your_module:{_class_name(tag)}", config, foreign=True)
-
-
-def _class_name(tag: str) -> str:
-    return "".join(word[:1].upper() + word[1:] for word in re.findall(r"[A-Za-z0-9]+", tag))
+    words = re.findall(r"[A-Za-z0-9]+", tag)
+    class_name = "".join(word[:1].upper() + word[1:] for word in words)
+    return Game(f"your_module:{class_name}", config, foreign=True)
 
 
 def _agent_type(tag: str, env: View, game: Game, notes: Notes) -> str:
@@ -320,9 +318,10 @@ def _math(env: View, path: str, notes: Notes) -> Game:
 
 def _agent(env: View, step_wise: bool, game: Game, path: str, notes: Notes) -> Spec:
     # ROLL formats the other templates, and leaves this one as it is.
-    system = _literal(env["agent_system_template"] or "")
+    given = env["agent_system_template"] or ""
+    system = given.replace("{", "{{").replace("}", "}}")
     config: Spec = {"systemTemplate": system}
-    names = _PLACEHOLDER.findall(env["agent_system_template"] or "")
+    names = _PLACEHOLDER.findall(given)
     known = [name for name in dict.fromkeys(names) if name in PLACEHOLDERS or name == "suffix"]
     if known:
         these = ", ".join(f"{{{name}}}" for name in known)
@@ -355,10 +354,6 @@ def _agent(env: View, step_wise: bool, game: Game, path: str, notes: Notes) -> S
         )
     pattern = env.section("env_config").given.get("action_pattern") or game.pattern
     return config | ({"actionPattern": pattern} if pattern else {})
-
-
-def _literal(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _user_template(env: View) -> str | None:

@@ -284,14 +284,11 @@ def _walk(path: str, values: Any, section: Section, top: View) -> list[Line]:
         name = f"{path}.{key}" if path else str(key)
         entry = section.fields.get(key, section.rest)
         if entry is None:
-            lines.append(
-                Line(
-                    Fate.UNKNOWN,
-                    name,
-                    redacted(key, value),
-                    _guess(str(key), section.fields, values),
-                )
-            )
+            # A field that the file also sets was not meant.
+            others = [each for each in section.fields if each not in values]
+            close = difflib.get_close_matches(str(key), others, 1, 0.75)
+            note = f"{_UNKNOWN}{_MEANT}{close[0]}?" if close else _UNKNOWN
+            lines.append(Line(Fate.UNKNOWN, name, redacted(key, value), note))
         elif isinstance(entry, Field):
             lines.append(entry.line(name, redacted(key, value), top))
         elif entry.reported_elsewhere:
@@ -333,12 +330,6 @@ def _items(values: Any) -> list[tuple[str, Any]]:
     return (
         [(str(key), value) for key, value in values.items()] if isinstance(values, Mapping) else []
     )
-
-
-def _guess(key: str, fields: Fields, given: Any) -> str:
-    """Return the note of an unknown key. A field that the file also sets was not meant."""
-    close = difflib.get_close_matches(key, [name for name in fields if name not in given], 1, 0.75)
-    return f"{_UNKNOWN}{_MEANT}{close[0]}?" if close else _UNKNOWN
 
 
 _UNKNOWN = "ROLL has no such field and ignores it"

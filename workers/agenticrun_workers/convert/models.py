@@ -299,7 +299,11 @@ def train_strategy(top: View, notes: Notes) -> Spec:
         elif _asks_for_nothing(value):
             notes.dropped(f"{path}.{key}", value, "no effect at this value")
         else:
-            config[key] = _zero(value) if key == "zero_optimization" else value
+            if key == "zero_optimization" and isinstance(value, Mapping):
+                kept = {name: each for name, each in value.items() if name in ZERO_KEPT}
+                config[key] = {name: each for name, each in kept.items() if each != "auto"}
+            else:
+                config[key] = value
             notes.mapped(f"{path}.{key}", value, f"spec.pipeline.actorTrain.strategy.config.{key}")
     arguments = role.section("model_args")
     if name == "fsdp2" and arguments["ulysses_size"] > 1:
@@ -324,12 +328,6 @@ def _complete(config: Spec, path: str, notes: Notes) -> None:
     if config.get("sequence_parallel") and config.get("tensor_model_parallel_size", 1) == 1:
         del config["sequence_parallel"]
         notes.dropped(f"{path}.sequence_parallel", True, "only with tensor parallelism")
-
-
-def _zero(section: Any) -> Any:
-    if not isinstance(section, Mapping):
-        return section
-    return {key: value for key, value in section.items() if key in ZERO_KEPT and value != "auto"}
 
 
 def infer_strategy(top: View, notes: Notes) -> Spec:
