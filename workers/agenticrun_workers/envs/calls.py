@@ -104,7 +104,10 @@ async def in_thread(call: Callable[[], Outcome]) -> Outcome:
     An abandoned thread ends at its next line of Python, so an endless loop stops; one inside C code
     stays until that code returns.
     """
-    thread = _idle_thread()
+    try:
+        thread = _idle.pop()
+    except IndexError:
+        thread = _CallThread()
     done = thread.run_call(call)
     try:
         # Threads are reused: starting one takes longer than most steps.
@@ -222,13 +225,6 @@ def _set_outcome(done: asyncio.Future[Outcome], outcome: Outcome) -> None:
 _numbers = count()
 _idle: list[_CallThread] = []
 _abandoned: list[_CallThread] = []
-
-
-def _idle_thread() -> _CallThread:
-    try:
-        return _idle.pop()
-    except IndexError:
-        return _CallThread()
 
 
 CLOSE_SECONDS = 10.0

@@ -330,7 +330,11 @@ def draw_lake(holes: BoolArray, position: tuple[int, int]) -> NDArray[np.uint8]:
     image, draw = canvas(size, size, CRACK)
     for row, column in np.ndindex(size, size):
         _draw_cell(draw, column * SIDE, row * SIDE, hole=bool(holes[row, column]))
-    _draw_flag(draw, (size - 1) * SIDE, (size - 1) * SIDE)
+    # A flag on the goal.
+    x = y = (size - 1) * SIDE
+    draw.ellipse(box(x, y, 0.2, 0.76, 0.6, 0.88), fill=CRACK)
+    draw.rectangle(box(x, y, 0.37, 0.15, 0.43, 0.82), fill=POLE)
+    draw.polygon([at(x, y, 0.43, 0.15), at(x, y, 0.86, 0.29), at(x, y, 0.43, 0.43)], fill=FLAG)
     draw_player(draw, position[1] * SIDE, position[0] * SIDE, sunk=bool(holes[position]))
     return pixels(image)
 
@@ -341,9 +345,3 @@ def _draw_cell(draw: ImageDraw.ImageDraw, x: int, y: int, *, hole: bool) -> None
         draw.ellipse(box(x, y, 0.12, 0.12, 0.88, 0.88), fill=SNOW)
         draw.ellipse(box(x, y, 0.16, 0.16, 0.84, 0.84), fill=WATER)
         draw.ellipse(box(x, y, 0.26, 0.3, 0.74, 0.8), fill=DEEP)
-
-
-def _draw_flag(draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
-    draw.ellipse(box(x, y, 0.2, 0.76, 0.6, 0.88), fill=CRACK)
-    draw.rectangle(box(x, y, 0.37, 0.15, 0.43, 0.82), fill=POLE)
-    draw.polygon([at(x, y, 0.43, 0.15), at(x, y, 0.86, 0.29), at(x, y, 0.43, 0.43)], fill=FLAG)

@@ -145,7 +145,13 @@ class TextArena:
                 )
                 self._shown = _newest(messages)
                 return done, self._text(messages, POLICY), refused
-            done = self._move(self._others_answer(messages, player))
+            if self._opponent is None:
+                answer = self._chance.choice(self._offered(_newest(messages)))
+            else:
+                answer = self._opponent(self._text(messages, player))
+                if not isinstance(answer, str):
+                    raise TypeError(f"opponent: the answer must be a text, not {answer!r:.80}")
+            done = self._move(answer)
         raise RuntimeError(f"{MOST_MOVES} moves of the other players, and none of the policy")
 
     def _text(self, messages: Sequence[Any], player: int) -> str:
@@ -157,14 +163,6 @@ class TextArena:
             elif sender not in (player, self._game_says):
                 shown.append(f"[Player {sender}] {text}")
         return "\n".join(shown)
-
-    def _others_answer(self, messages: Sequence[Any], player: int) -> str:
-        if self._opponent is not None:
-            answer = self._opponent(self._text(messages, player))
-            if not isinstance(answer, str):
-                raise TypeError(f"opponent: the answer must be a text, not {answer!r:.80}")
-            return answer
-        return self._chance.choice(self._offered(_newest(messages)))
 
     def _offered(self, shown: str) -> list[str]:
         """Return the actions that a message names, or all if it names none."""

@@ -78,10 +78,18 @@ class ActionForm:
             return dict(self._fixed)
         if not plain:
             return Invalid("The answer is empty.")
-        try:
-            return self._fixed | self._filled_in(text)
-        except ValueError as error:
-            return Invalid(str(error))
+        value = parse_json(text) if "{" in text else None
+        if isinstance(value, dict) and value and value.keys() <= self._own.keys():
+            return self._fixed | value
+        if self._single is not None:
+            try:
+                return self._fixed | {self._single: self._value(text, self._own[self._single])}
+            except ValueError as error:
+                return Invalid(str(error))
+        if isinstance(value, dict):
+            known = ", ".join(self._own)
+            return Invalid(f"The action has the fields {known}, not {', '.join(map(str, value))}.")
+        return Invalid("The answer is not a JSON object.")
 
     def answers(self) -> list[str]:
         """Return all valid answers, if there are few; else none."""
@@ -140,20 +148,6 @@ class ActionForm:
                 )
             found[str(word)] = self._fixed | action
         return found
-
-    def _filled_in(self, text: str) -> dict[str, Any]:
-        """Return the fields that an answer fills in. Raises `ValueError`."""
-        value = parse_json(text) if "{" in text else None
-        if isinstance(value, dict) and value and value.keys() <= self._own.keys():
-            return value
-        if self._single is not None:
-            return {self._single: self._value(text, self._own[self._single])}
-        if isinstance(value, dict):
-            known = ", ".join(self._own)
-            raise ValueError(
-                f"The action has the fields {known}, not {', '.join(map(str, value))}."
-            )
-        raise ValueError("The answer is not a JSON object.")
 
     def _value(self, text: str, part: Schema) -> Any:
         """Return the value that a text is under a schema. Raises `ValueError`."""

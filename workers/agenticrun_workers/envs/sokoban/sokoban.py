@@ -313,9 +313,16 @@ def _draw_cell(draw: ImageDraw.ImageDraw, x: int, y: int, kind: int) -> None:
         return
     draw.rectangle(box(x, y, 0.01, 0.01, 0.98, 0.98), fill=FLOOR)
     if kind in (TARGET_CELL, BOX_ON_TARGET, PLAYER_ON_TARGET):
-        _draw_target(draw, x, y)
+        rings = ((0.06, TARGET), (0.14, TARGET_LIGHT), (0.3, TARGET), (0.38, TARGET_LIGHT))
+        for inset, fill in rings:
+            draw.ellipse(box(x, y, inset, inset, 1 - inset, 1 - inset), fill=fill)
     if kind in (BOX, BOX_ON_TARGET):
-        _draw_crate(draw, x, y, done=kind == BOX_ON_TARGET)
+        # A crate with a cross of planks; on its target it is green and shows the rim.
+        fill, plank = (CRATE_DONE, PLANK_DONE) if kind == BOX_ON_TARGET else (CRATE, PLANK)
+        width = SIDE // 16
+        draw.rectangle(box(x, y, 0.14, 0.14, 0.86, 0.86), fill=fill, outline=plank, width=width)
+        draw.line([at(x, y, 0.18, 0.18), at(x, y, 0.82, 0.82)], fill=plank, width=width)
+        draw.line([at(x, y, 0.18, 0.82), at(x, y, 0.82, 0.18)], fill=plank, width=width)
     if kind in (PLAYER, PLAYER_ON_TARGET):
         draw_player(draw, x, y)
 
@@ -331,17 +338,3 @@ def _draw_bricks(draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
                 box(x, y, left + 0.02, course / 3 + 0.025, right - 0.02, (course + 1) / 3 - 0.025),
                 fill=fill,
             )
-
-
-def _draw_target(draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
-    for inset, fill in ((0.06, TARGET), (0.14, TARGET_LIGHT), (0.3, TARGET), (0.38, TARGET_LIGHT)):
-        draw.ellipse(box(x, y, inset, inset, 1 - inset, 1 - inset), fill=fill)
-
-
-def _draw_crate(draw: ImageDraw.ImageDraw, x: int, y: int, *, done: bool) -> None:
-    """Draw a crate with a cross of planks; on its target it is green and shows the rim."""
-    fill, plank = (CRATE_DONE, PLANK_DONE) if done else (CRATE, PLANK)
-    width = SIDE // 16
-    draw.rectangle(box(x, y, 0.14, 0.14, 0.86, 0.86), fill=fill, outline=plank, width=width)
-    draw.line([at(x, y, 0.18, 0.18), at(x, y, 0.82, 0.82)], fill=plank, width=width)
-    draw.line([at(x, y, 0.18, 0.82), at(x, y, 0.82, 0.18)], fill=plank, width=width)

@@ -86,6 +86,14 @@ def _product(
 ) -> Product:
     price, tag = _price(item["asin"], item.get("pricing") or "")
     features = item["small_description"]
+    written = tuple(
+        Review(
+            title=str(each.get("title", "")),
+            score=str(each.get("score", each.get("stars", ""))),
+            body=str(each.get("review", each.get("body", ""))),
+        )
+        for each in reviews.get("reviews", ())
+    )
     return Product(
         asin=item["asin"],
         title=item["name"],
@@ -99,7 +107,7 @@ def _product(
         query=item["query"].lower().strip(),
         product_category=item["product_category"],
         rating=str(reviews.get("average_rating", "N.A.")),
-        reviews=tuple(_review(review) for review in reviews.get("reviews", ())),
+        reviews=written,
     )
 
 
@@ -125,10 +133,3 @@ def _options(
         for name, values in contents.items()
         if values is not None
     }
-
-
-def _review(review: Mapping[str, Any]) -> Review:
-    score = review.get("score", review.get("stars", ""))
-    return Review(
-        str(review.get("title", "")), str(score), str(review.get("review", review.get("body", "")))
-    )
