@@ -696,21 +696,19 @@ class RolloutController:
         # `newest` is what the engines have: with a slow weight sync fewer groups may start.
         capacity = self._gate.capacity(self._bounds.newest, running=running, accepted=accepted)
         for _ in range(capacity):
-            pending = self._groups[GroupState.PENDING]
-            group = pending[min(pending)] if pending else self._new_group()
+            if pending := self._groups[GroupState.PENDING]:
+                group = pending[min(pending)]
+            else:
+                # Numbers of an evicted environment are skipped, not renumbered: seeds and data set
+                # items follow the number.
+                while self._breaker.leaves_out(self._plan.tag(self._next_group)):
+                    self._next_group += 1
+                group = Group.of(self._plan, self._next_group)
+                self._next_group += 1
             self._move(group, GroupState.RUNNING)
             task = asyncio.create_task(self._run(group), name=f"group-{group.number}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-
-    def _new_group(self) -> Group:
-        # Numbers of an evicted environment are skipped, not renumbered: seeds and data set items
-        # follow the number.
-        while self._breaker.leaves_out(self._plan.tag(self._next_group)):
-            self._next_group += 1
-        group = Group.of(self._plan, self._next_group)
-        self._next_group += 1
-        return group
 
     async def _run(self, group: Group) -> None:
         transcript = group.number % self._gate.groups_per_batch < self._plan.transcripts

@@ -516,28 +516,15 @@ class EnvPool(TrainingBackend):
         joining.add_done_callback(self._joining.discard)
 
     async def _join(self, start: Awaitable[ActorHandle[EnvWorker]] | None) -> None:
-        """Add another worker: the one that `start` starts, or a new one."""
-        handle = await self._replacement(start)
-        # From here on it is a worker: `_settle` must neither count it twice nor cancel this task.
-        current = asyncio.current_task()
-        assert current is not None
-        self._joining.discard(current)
-        self._add(handle)
-
-    async def _replacement(
-        self, start: Awaitable[ActorHandle[EnvWorker]] | None = None
-    ) -> ActorHandle[EnvWorker]:
-        """Start another worker. Try again if the first ones die before they are ready.
-
-        Args:
-            start: the start of the first one, if it has begun.
+        """Add another worker: the one that `start` starts, or a new one.
 
         Raises:
-            RolloutFailed: too many workers died in a row.
+            RolloutFailed: too many workers died in a row before they were ready.
         """
-        while True:
+        handle: ActorHandle[EnvWorker] | None = None
+        while handle is None:
             try:
-                return await (start or self._spawn())
+                handle = await (start or self._spawn())
             # The new worker is alive, but an actor that it needs is dead: another start would fail,
             # too.
             except OtherActorDied:
@@ -546,6 +533,11 @@ class EnvPool(TrainingBackend):
                 log.warning("a new env worker is gone before it is ready: %s", _first_line(death))
                 self._count_death(death)
                 start = None
+        # From here on it is a worker: `_settle` must neither count it twice nor cancel this task.
+        current = asyncio.current_task()
+        assert current is not None
+        self._joining.discard(current)
+        self._add(handle)
 
     async def _collect_until_death(self, worker: _Worker) -> ActorDied:
         """Collect results until the worker dies, and return the error of its death.

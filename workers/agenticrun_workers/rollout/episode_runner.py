@@ -361,7 +361,14 @@ class EnvCache:
         if tag in self._places:
             await self._places[tag].acquire()
         try:
-            return self._idle[tag].pop() if self._idle[tag] else await self._build(tag)
+            if self._idle[tag]:
+                return self._idle[tag].pop()
+            if tag in self._isolations:
+                return await self._isolations[tag].start()
+            spec = self._pipeline.env(tag)
+            async with self._building:
+                await asyncio.sleep(0)  # constructors may be slow: others run between two of them
+                return make_env(spec.type, spec.config)
         # A cancellation, too, must not leave the place taken.
         except BaseException:
             self._free_place(tag)
@@ -391,14 +398,6 @@ class EnvCache:
         idle, self._idle = self._idle, defaultdict(list)
         for env in chain.from_iterable(idle.values()):
             self._drop(env)
-
-    async def _build(self, tag: str) -> Env:
-        if tag in self._isolations:
-            return await self._isolations[tag].start()
-        spec = self._pipeline.env(tag)
-        async with self._building:
-            await asyncio.sleep(0)  # constructors may be slow: others run between two of them
-            return make_env(spec.type, spec.config)
 
     def _drop(self, env: Env) -> asyncio.Task[None] | None:
         """End or close an environment. Return the task that closes it, if it has to be closed."""

@@ -306,13 +306,19 @@ class GroupPlan:
     @classmethod
     def of(cls, pipeline: Pipeline, *, transcripts: int = 0, frames: bool = False) -> GroupPlan:
         """Return the plan of `pipeline.trainEnvs`. Raises `InvalidConfig` for an unknown filter."""
-        envs = pipeline.train_envs
+        envs, spec = pipeline.train_envs, pipeline.train_envs.group_filter
+        kept: GroupFilter | None = None
+        try:
+            if spec is not None:
+                kept = GroupFilter(spec.type, _filters.find(spec.type), spec.max_rejected)
+        except PluginError as error:
+            raise InvalidConfig(FILTER_FIELD, str(error)) from error
         return cls(
             tags=tag_cycle(envs.shares()),
             group_size=envs.group_size,
             redundancy=envs.group_size_redundancy,
             max_rerolls=envs.max_rerolls,
-            filter=_filter_of(pipeline),
+            filter=kept,
             transcripts=transcripts,
             frames=frames,
             evicts=not pipeline.deterministic,
@@ -320,13 +326,3 @@ class GroupPlan:
 
     def tag(self, group: int) -> str:
         return self.tags[group % len(self.tags)]
-
-
-def _filter_of(pipeline: Pipeline) -> GroupFilter | None:
-    spec = pipeline.train_envs.group_filter
-    if spec is None:
-        return None
-    try:
-        return GroupFilter(spec.type, _filters.find(spec.type), spec.max_rejected)
-    except PluginError as error:
-        raise InvalidConfig(FILTER_FIELD, str(error)) from error

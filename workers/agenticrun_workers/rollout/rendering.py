@@ -122,9 +122,16 @@ def transcript(trajectory: Trajectory, chat: ChatFormat) -> str:
         if trajectory.error
         else trajectory.stop_reason.value
     )
-    return "".join(
-        [*_within_bounds(blocks), f"--- end: {reason}, score {trajectory.score:.4g} ---\n"]
-    )
+    # The last turn, and as many of the first turns as fit.
+    room = MAX_CHARACTERS - sum(map(len, blocks[-1:]))
+    kept = 0
+    while kept < len(blocks) - 1 and len(blocks[kept]) <= room:
+        room -= len(blocks[kept])
+        kept += 1
+    left_out = len(blocks) - 1 - kept
+    gap = [f"--- {left_out} turns left out ---\n"] if left_out > 0 else []
+    end = f"--- end: {reason}, score {trajectory.score:.4g} ---\n"
+    return "".join([*blocks[:kept], *gap, *blocks[-1:], end])
 
 
 def _turn(number: int, turn: Turn, chat: ChatFormat) -> str:
@@ -142,15 +149,3 @@ def _shortened(text: str) -> str:
         return text
     half = MAX_PART // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
-
-
-def _within_bounds(blocks: list[str]) -> list[str]:
-    """Return the last turn and as many of the first turns as fit."""
-    room = MAX_CHARACTERS - sum(map(len, blocks[-1:]))
-    kept = 0
-    while kept < len(blocks) - 1 and len(blocks[kept]) <= room:
-        room -= len(blocks[kept])
-        kept += 1
-    left_out = len(blocks) - 1 - kept
-    gap = [f"--- {left_out} turns left out ---\n"] if left_out > 0 else []
-    return [*blocks[:kept], *gap, *blocks[-1:]]

@@ -16,7 +16,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -110,7 +110,10 @@ class TrajectoryStore:
             self._memory += stored.memory
         if self._memory > self._limit:
             # Only new ones: the earlier ones are trained on sooner, and stay in memory.
-            await self._spill(trajectory.key for trajectory in reversed(trajectories))
+            for trajectory in reversed(trajectories):
+                kept = self._stored.get(trajectory.key)
+                if self._memory > self._limit and kept is not None and kept.memory:
+                    await self._write(trajectory.key, kept)
 
     async def refuse(self, worker: int, lost: Collection[EpisodeKey] = ()) -> None:
         """Take nothing more from an env worker.
@@ -160,15 +163,6 @@ class TrajectoryStore:
     async def health(self) -> None:
         """Return after some seconds: a poll that fails at once when this process dies."""
         await asyncio.sleep(POLL_SECONDS)
-
-    async def _spill(self, keys: Iterable[EpisodeKey]) -> None:
-        """Write some of these trajectories to disk, until the others fit into memory."""
-        for key in keys:
-            if self._memory <= self._limit:
-                return
-            stored = self._stored.get(key)
-            if stored is not None and stored.memory:
-                await self._write(key, stored)
 
     async def _write(self, key: EpisodeKey, stored: _Stored) -> None:
         # Before the await, so that no other `put` writes the same trajectory.

@@ -149,10 +149,14 @@ class _JudgeQueue:
     _window: asyncio.TimerHandle | None = None
     _calls: set[asyncio.Task[None]] = field(default_factory=set)
     _free: asyncio.Semaphore = field(init=False)
+    _batch_size: int = field(init=False)
     _log: LogOnce = field(default_factory=lambda: LogOnce(log.warning))
 
     def __post_init__(self) -> None:
         self._free = asyncio.Semaphore(self.judge.calls_at_once)
+        most = self.spec.max_batch_size
+        each = min(most, self.judge.episodes_per_call or most)
+        self._batch_size = 1 if self.deterministic else each
 
     def scores_tag(self, tag: str) -> bool:
         return not self.spec.tags or tag in self.spec.tags
@@ -195,14 +199,6 @@ class _JudgeQueue:
         elif self._window is None:
             self._window = loop.call_later(WINDOW_SECONDS, self._flush)
         return pending
-
-    @property
-    def _batch_size(self) -> int:
-        limits = (
-            self.spec.max_batch_size,
-            self.judge.episodes_per_call or self.spec.max_batch_size,
-        )
-        return 1 if self.deterministic else min(limits)
 
     def _flush(self) -> None:
         """Send all waiting episodes to the judge in one call."""
