@@ -72,7 +72,17 @@ def value_loss_spec(pipeline: Pipeline) -> ValueLossSpec:
 
 def token_spec(pipeline: Pipeline) -> TokenSpec:
     """Translate how credits of turns become advantages of tokens."""
-    algorithm = pipeline.algorithm
+    algorithm, asked = pipeline.algorithm, pipeline.train_infer_correction
+    correction = None
+    if asked is not None:
+        weight = asked.is_weight
+        correction = CorrectionSpec(
+            WeightSpec(weight.level, weight.upper_bound) if weight else None,
+            tuple(
+                FilterSpec(f.level, f.ratio_low, f.ratio_high, f.diff_low, f.diff_high)
+                for f in asked.filters
+            ),
+        )
     return TokenSpec(
         estimator=algorithm.name,
         gamma=algorithm.gamma,
@@ -83,7 +93,7 @@ def token_spec(pipeline: Pipeline) -> TokenSpec:
         whiten_advantages=algorithm.whiten_advantages,
         reward_clip=algorithm.reward_clip,
         advantage_clip=algorithm.advantage_clip,
-        correction=_correction(pipeline),
+        correction=correction,
     )
 
 
@@ -121,15 +131,3 @@ def _variant(algorithm: Algorithm) -> Variant:
         **(dict(own) if own is not None else {}),
     }
     return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
-
-
-def _correction(pipeline: Pipeline) -> CorrectionSpec | None:
-    correction = pipeline.train_infer_correction
-    if correction is None:
-        return None
-    weight = correction.is_weight
-    filters = tuple(
-        FilterSpec(f.level, f.ratio_low, f.ratio_high, f.diff_low, f.diff_high)
-        for f in correction.filters
-    )
-    return CorrectionSpec(WeightSpec(weight.level, weight.upper_bound) if weight else None, filters)

@@ -262,10 +262,6 @@ def divide_experts(module: nn.Module, layers: Mapping[str, nn.Module], grid: Dev
     apply_expert_parallelism(module, grid["experts"], grid["alone"], plan, "all_to_all")
 
 
-def _output_layer(module: PolicyModule | ValueModule) -> nn.Module | None:
-    return module.model.get_output_embeddings() if isinstance(module, PolicyModule) else None
-
-
 def kept_dtype(module: nn.Module) -> torch.dtype:
     """Return the dtype of the master weights: of what trains, or of all if nothing does."""
     parameters = list(module.parameters())
@@ -364,7 +360,9 @@ class ShardedModule(Generic[Module]):
         self.module: Module = module
         self.dtype: torch.dtype = dtype or kept_dtype(module)
         self.wide: list[nn.Module] = []
-        output: nn.Module | None = _output_layer(module)
+        output: nn.Module | None = (
+            module.model.get_output_embeddings() if isinstance(module, PolicyModule) else None
+        )
         units: FsdpUnits = fsdp_units(module.decoder, output)
         head: nn.Module | None = output if output in units.ends else None
         if self._options.gradient_checkpointing:

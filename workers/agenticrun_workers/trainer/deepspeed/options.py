@@ -119,7 +119,14 @@ class DeepSpeedOptions:
                 f"{dtype} with fsdp2"
             )
         _check_names("", config, {"zero_optimization", "bf16", *PASSED, *OWN}, DECIDED_ELSEWHERE)
-        _check_bf16(config.get("bf16", {}), dtype)
+        # Configurations usually contain it. It may only repeat the model's dtype.
+        bf16 = _section("bf16", config.get("bf16", {}))
+        _check_names("bf16.", bf16, {"enabled"}, {})
+        if bf16 and bf16.get("enabled") is not (dtype is torch.bfloat16):
+            raise ValueError(
+                "the option bf16.enabled of deepspeed is decided by spec.model.dtype, which is "
+                f"{str(dtype).removeprefix('torch.')}"
+            )
         zero = {"stage": 3, **_section("zero_optimization", config.get("zero_optimization", {}))}
         _check_zero(zero)
         own = {name: config[name] for name in OWN & config.keys()}
@@ -172,20 +179,6 @@ def _section(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"the option {name} of deepspeed must be a mapping, not {value!r}")
     return value
-
-
-def _check_bf16(value: Any, dtype: torch.dtype) -> None:
-    """Check `bf16.enabled`: it may only repeat the model's dtype.
-
-    Configurations usually contain it.
-    """
-    section = _section("bf16", value)
-    _check_names("bf16.", section, {"enabled"}, {})
-    if section and section.get("enabled") is not (dtype is torch.bfloat16):
-        raise ValueError(
-            "the option bf16.enabled of deepspeed is decided by spec.model.dtype, which is "
-            f"{str(dtype).removeprefix('torch.')}"
-        )
 
 
 def _check_zero(zero: Mapping[str, Any]) -> None:

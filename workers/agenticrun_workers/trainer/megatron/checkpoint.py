@@ -111,7 +111,9 @@ class Checkpoints:
     def _saved_pieces(self, number: int, parameter: Parameter) -> list[Piece]:
         """Return the pieces of a parameter that this rank saves."""
         data_ranks = self._place.groups.dp_cp
-        if number % data_ranks.size() != data_ranks.rank() or self._is_copy(parameter):
+        if number % data_ranks.size() != data_ranks.rank():
+            return []
+        if self._weights.copied_output and parameter.name.startswith("output_layer."):
             return []
         return [
             piece
@@ -231,9 +233,6 @@ class Checkpoints:
                 .to(shard.master.device)
             )
             self._updater.adam.state[shard.master] |= {kind: mine.clone(), "step": steps.clone()}
-
-    def _is_copy(self, parameter: Parameter) -> bool:
-        return self._weights.copied_output and parameter.name.startswith("output_layer.")
 
 
 def _buffer(kind: str, piece: Piece) -> str:

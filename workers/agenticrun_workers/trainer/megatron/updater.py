@@ -77,7 +77,15 @@ class MegatronOptimizer(StepCounts):
         """Take an optimizer step and return the norm, as `Strategy.optimizer_step` does."""
         first_broken = self._first_broken() if self.skip_budget_exhausted else None
         self._whole.prepare_grads()
-        norm = self._norm()
+        # In float64: Megatron's own function would round the norm to float32.
+        squares = [
+            gradient.double().square().sum()
+            for gradient in self._whole.get_main_grads_for_grad_norm()
+        ]
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.stack([zero, *squares]).sum()
+        dist.all_reduce(total, group=self._whole.get_grad_stats_parallel_group())
+        norm = math.sqrt(total.item())
         if math.isfinite(norm):
             shrink = self.spec.max_grad_norm / (norm + 1e-6)
             for group in self._whole.param_groups:
@@ -165,21 +173,6 @@ class MegatronOptimizer(StepCounts):
         if self.distributed:
             self._module.start_param_sync(force_sync=True)
 
-    def _norm(self) -> float:
-        """Return the norm of the whole gradient, in float64.
-
-        Megatron's own function would round it to float32.
-        """
-        squares = [
-            gradient.double().square().sum()
-            for gradient in self._whole.get_main_grads_for_grad_norm()
-        ]
-        total = torch.stack(
-            [torch.zeros((), dtype=torch.float64, device=self._device), *squares]
-        ).sum()
-        dist.all_reduce(total, group=self._whole.get_grad_stats_parallel_group())
-        return math.sqrt(total.item())
-
     def _gather_gradients(self) -> None:
         """Give every data-parallel rank the whole sums of the gradients.
 
@@ -198,15 +191,13 @@ class MegatronOptimizer(StepCounts):
     def _first_broken(self) -> str:
         """Return the first parameter with a gradient that is not finite on any rank."""
         names = self._weights.names()
-        broken = set(self._broken_names())
+        broken = {
+            piece.name
+            for parameter in self._weights.parameters
+            for piece in parameter.pieces
+            if not piece.view(parameter.tensor.main_grad).isfinite().all()  # type: ignore[attr-defined]
+        }
         flags = self._ranks.max([float(name in broken) for name in names])
         return next(
             (name for name, flag in zip(names, flags, strict=True) if flag), "their joint norm"
         )
-
-    def _broken_names(self) -> Iterator[str]:
-        for parameter in self._weights.parameters:
-            gradient: Tensor = parameter.tensor.main_grad  # type: ignore[attr-defined]
-            for piece in parameter.pieces:
-                if not piece.view(gradient).isfinite().all():
-                    yield piece.name
