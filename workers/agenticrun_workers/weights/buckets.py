@@ -345,7 +345,10 @@ class SafetensorsReader:
             OSError: the file cannot be read.
             safetensors.SafetensorError: it is not in this format.
         """
-        identity = path.stat().st_ino, _read_header(path)
+        # The header differs where a new file of the same name has another layout.
+        with path.open("rb") as raw:
+            header = raw.read(min(int.from_bytes(raw.read(8), "little"), MAX_HEADER_BYTES))
+        identity = path.stat().st_ino, header
         known = self._open.get(path)
         if known is None or known[0] != identity:
             file: Any = safe_open(path, "pt")
@@ -356,9 +359,3 @@ class SafetensorsReader:
     def forget(self) -> None:
         """Unmap deleted files."""
         self._open = {path: entry for path, entry in list(self._open.items()) if path.exists()}
-
-
-def _read_header(path: Path) -> bytes:
-    """Read the header, which differs where a new file of the same name has another layout."""
-    with path.open("rb") as file:
-        return file.read(min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES))

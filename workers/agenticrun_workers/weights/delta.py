@@ -20,7 +20,15 @@ Bits = NDArray[np.unsignedinteger]
 
 def encode(indices_K: NDArray[np.int64], values_K: Bits) -> NDArray[np.uint8]:
     """Encode the new elements `values_K` at the ascending `indices_K`."""
-    codes = _gap_codes(np.diff(indices_K, prepend=0))
+    gaps_K = np.diff(indices_K, prepend=0)
+    # Nearly always: changes of an optimizer step lie close together.
+    if gaps_K.max(initial=0) < ESCAPE:
+        codes = gaps_K.astype(np.uint16)
+    else:
+        escapes_K, rest_K = np.divmod(gaps_K, ESCAPE)
+        ends_K = np.cumsum(escapes_K + 1) - 1
+        codes = np.full(int(ends_K[-1]) + 1, ESCAPE, np.uint16)
+        codes[ends_K] = rest_K
     parts = (np.array([len(values_K)], np.uint64), np.ascontiguousarray(values_K), codes)
     return np.concatenate([part.view(np.uint8) for part in parts])
 
@@ -40,14 +48,3 @@ def patch(elements_N: Bits, delta: NDArray[np.uint8]) -> int:
     positions = np.cumsum(codes, dtype=np.int64)
     elements_N[positions[codes != ESCAPE]] = values_K
     return count
-
-
-def _gap_codes(gaps_K: NDArray[np.int64]) -> NDArray[np.uint16]:
-    # Nearly always: changes of an optimizer step lie close together.
-    if gaps_K.max(initial=0) < ESCAPE:
-        return gaps_K.astype(np.uint16)
-    escapes_K, rest_K = np.divmod(gaps_K, ESCAPE)
-    ends_K = np.cumsum(escapes_K + 1) - 1
-    codes = np.full(int(ends_K[-1]) + 1, ESCAPE, np.uint16)
-    codes[ends_K] = rest_K
-    return codes

@@ -145,8 +145,18 @@ class _Overwrite:
             self._position += len(flat)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
-        else:
-            self._append_from_host(flat.cpu().numpy())
+            return
+        new = flat.cpu().numpy()
+        for start in range(0, len(new), CHUNK_BYTES):
+            chunk = new[start : start + CHUNK_BYTES]
+            held = self.mapped.data[self._position : self._position + len(chunk)]
+            # In the same pass over the chunk: it is in the cache of a core for comparison, copy and
+            # hash.
+            if self.deltas:
+                self._compare(held, chunk)
+            np.copyto(held, chunk)
+            self._hash.update(held.data)
+            self._position += len(chunk)
 
     @property
     def copying(self) -> bool:
@@ -160,18 +170,6 @@ class _Overwrite:
             self._hash = xxhash.xxh3_64(self.mapped.header.data)
             self._hash.update(self.mapped.data.data)
         return self._hash.intdigest()
-
-    def _append_from_host(self, new: NDArray[np.uint8]) -> None:
-        for start in range(0, len(new), CHUNK_BYTES):
-            chunk = new[start : start + CHUNK_BYTES]
-            held = self.mapped.data[self._position : self._position + len(chunk)]
-            # In the same pass over the chunk: it is in the cache of a core for comparison, copy and
-            # hash.
-            if self.deltas:
-                self._compare(held, chunk)
-            np.copyto(held, chunk)
-            self._hash.update(held.data)
-            self._position += len(chunk)
 
     def delta(self) -> NDArray[np.uint8] | None:
         """Encode what changed; None where the whole bucket is not larger."""
