@@ -383,7 +383,9 @@ class EpisodeView:
         self._line(name, counted)
         if len(tokens_T):
             self._line("", self._chat.shown(tokens_T), style)
-            self._line("", f"ids {_ids(tokens_T)}", "dim")
+            ids, half = tokens_T.tolist(), MAX_IDS // 2
+            shown = ids if len(ids) <= MAX_IDS else [*ids[:half], "...", *ids[-half:]]
+            self._line("", f"ids {' '.join(map(str, shown))}", "dim")
 
     def _line(self, name: str, text: str, style: str = "") -> None:
         """Print a label and a text, with the lines of the text aligned."""
@@ -394,9 +396,3 @@ class EpisodeView:
 
 def _metrics(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-
-
-def _ids(tokens_T: IntArray) -> str:
-    ids = [str(token) for token in tokens_T]
-    half = MAX_IDS // 2
-    return " ".join(ids if len(ids) <= MAX_IDS else [*ids[:half], "...", *ids[-half:]])

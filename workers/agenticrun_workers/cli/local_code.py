@@ -209,8 +209,14 @@ def _look_elsewhere(code: LocalCode, top: str, place: str, extra: Set[str]) -> N
         code.missing.setdefault(top, place)
         return
     locations = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
+    sites = (path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
+    places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sites}
     # It works here because of a path of this machine, and would be missing in the pods.
-    if locations and not any(_is_installed(Path(location)) for location in locations):
+    if locations and not any(
+        Path(location).resolve().is_relative_to(Path(place).resolve())
+        for location in locations
+        for place in places
+    ):
         raise PackagingError(
             f"{place} needs {top}, which is {locations[0]}, outside of {code.folder}: move it "
             "into that folder, or name its package in a requirements.txt there and use --image"
@@ -229,13 +235,6 @@ def _elsewhere(top: str, folder: Path) -> ModuleSpec | None:
         return None
     finally:
         sys.path[:] = kept
-
-
-def _is_installed(path: Path) -> bool:
-    sites = (path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
-    places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sites}
-    resolved = path.resolve()
-    return any(resolved.is_relative_to(Path(place).resolve()) for place in places)
 
 
 def _add_data(code: LocalCode, value: str, place: str, is_path: bool) -> None:

@@ -6,13 +6,12 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from agenticrun_workers.gpu_check.ipc import between_processes
 from agenticrun_workers.gpu_check.machine import SHM
@@ -52,15 +51,12 @@ def weights(bench: Bench) -> None:
         bench.measure("weights", total / 1e9, "GB")
         bench.measure("export into shared memory", total / taken / 1e9, "GB/s", at_least=20)
         mapped = [MappedBucket(Path(name), bucket) for bucket in buckets]
-        exported = dict(named)
-        wrong = sum(not _holds(bucket, exported) for bucket in mapped)
+        exported, wrong = dict(named), 0
+        for held in mapped:
+            whole = [exported[each.name].view(torch.uint8).cpu() for each in held.bucket.tensors]
+            wrong += not torch.equal(torch.from_numpy(held.data), torch.cat(whole))
         bench.exact("buckets that differ from the weights", wrong, at_most=0)
         _registered(bench, mapped)
-
-
-def _holds(mapped: MappedBucket, exported: Mapping[str, Tensor]) -> bool:
-    parts = [exported[tensor.name].view(torch.uint8).cpu() for tensor in mapped.bucket.tensors]
-    return torch.equal(torch.from_numpy(mapped.data), torch.cat(parts))
 
 
 def _registered(bench: Bench, buckets: list[MappedBucket]) -> None:

@@ -237,7 +237,13 @@ class ServerProcess:
         )
         try:
             await asyncio.wait({ended, serves}, return_when=asyncio.FIRST_COMPLETED)
-            return not ended.done() and await self._is_ours()
+            if ended.done():
+                return False
+            if listens_alone(self._supervisor.pid, self._port):
+                return True
+            self._kill_all(self._supervisor)
+            await self._supervisor.wait()
+            return False
         finally:
             ended.cancel()
             serves.cancel()
@@ -252,15 +258,6 @@ class ServerProcess:
                         if answer.status == 200:
                             return
                 await asyncio.sleep(POLL_SECONDS)
-
-    async def _is_ours(self) -> bool:
-        """Return True if only our server listens on the port. Otherwise stop the server."""
-        assert self._supervisor is not None, "launched"
-        if listens_alone(self._supervisor.pid, self._port):
-            return True
-        self._kill_all(self._supervisor)
-        await self._supervisor.wait()
-        return False
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
@@ -411,19 +408,14 @@ def raise_refusal(path: str, status: int, message: str) -> NoReturn:
     """Raise the error of a request that was answered with another status than 200."""
     failure = f"{path} was answered {status}: {message[:LONGEST_MESSAGE]}"
     if status == 400:
-        raise InvalidRequest(failure, " ".join(_reason(message)[:LONGEST_MESSAGE].split()))
+        reason = message
+        with contextlib.suppress(ValueError):
+            content = json.loads(message)
+            error = content.get("error", content) if isinstance(content, Mapping) else None
+            said = error.get("message") if isinstance(error, Mapping) else None
+            reason = said if isinstance(said, str) else message
+        raise InvalidRequest(failure, " ".join(reason[:LONGEST_MESSAGE].split()))
     raise EngineError(failure)
-
-
-def _reason(body: str) -> str:
-    """Return the message in the body of a refusal; the body if it has none."""
-    try:
-        content = json.loads(body)
-    except ValueError:
-        return body
-    error = content.get("error", content) if isinstance(content, Mapping) else None
-    message = error.get("message") if isinstance(error, Mapping) else None
-    return message if isinstance(message, str) else body
 
 
 def _content(path: str, event: bytes) -> Any:

@@ -133,12 +133,13 @@ def stored_shapes(path: str) -> dict[str, tuple[int, ...]]:
     files = [whole] if whole.exists() else []
     if not files and index.exists():
         files = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
-    return {
-        name: tuple(described["shape"])
-        for file in files
-        for name, described in _header(file).items()
-        if name != "__metadata__"
-    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        header.pop("__metadata__", None)
+        shapes |= {name: tuple(described["shape"]) for name, described in header.items()}
+    return shapes
 
 
 def check_tokenizer(path: str) -> None:
@@ -273,12 +274,6 @@ def _check_file(file: Path) -> None:
             raise ModelLoadError(f"{file} is cut off: download it again")
     elif not first.startswith(PICKLE):
         raise ModelLoadError(f"{file} is no file of weights: download it again")
-
-
-def _header(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        header: dict[str, Any] = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    return header
 
 
 def _check_safetensors(file: Path) -> None:

@@ -443,21 +443,16 @@ def write_model(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tens
     config.architectures = [type(model).__name__]
     config.dtype = elements.most_common(1)[0][0]  # biases of routers are wider
     config.save_pretrained(folder)
-    _write_usual_names(folder / "config.json", config)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-
-
-def _write_usual_names(file: Path, config: PretrainedConfig) -> None:
-    """Add fields under the names that published configs have, such as num_experts.
-
-    transformers writes only the names to which it maps them, which other readers do not know.
-    """
+    # Published configs have other names for some fields, such as num_experts: transformers writes
+    # only those to which it maps them, which other readers do not know.
+    file = folder / "config.json"
     described = json.loads(file.read_bytes())
     for field in fields(config):
         if field.name in config.attribute_map:
             described[field.name] = getattr(config, field.name)
     file.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 @contextmanager

@@ -108,7 +108,8 @@ def _with_chat(
     words = {word for text in texts for word in re.findall(r"\w+", text)}
     for name in chat.args:
         if name not in words:
-            close = difflib.get_close_matches(_snake(name), words, 3, 0.7)
+            snake_case = re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+            close = difflib.get_close_matches(snake_case, words, 3, 0.7)
             raise InvalidConfig(
                 f"spec.model.chatTemplateArgs.{name}",
                 f"the chat template of {source.path or 'the model'} does not read it: "
@@ -131,10 +132,6 @@ def _with_chat(
     )
     setattr(tokenizer, "chat_settings", settings)  # noqa: B010 (no attribute of the class)
     return tokenizer
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def _jinja_literal(value: Any) -> str:

@@ -336,8 +336,13 @@ class SessionCaches(Caches):
         # Two requests in one slot would overwrite each other's keys and values.
         if running.session in self._sessions and self._sessions[running.session].busy:
             running.session = running.request.request_id
-        if running.session not in self._sessions:
-            self._sessions[running.session] = self._take_slot()
+        if running.session not in self._sessions and self._free:
+            self._sessions[running.session] = self._free.pop()
+        elif running.session not in self._sessions:
+            oldest = next(name for name, slot in self._sessions.items() if not slot.busy)
+            slot = self._sessions[running.session] = self._sessions.pop(oldest)
+            # Its tokens are those of the session that has lost it.
+            slot.idle_T = slot.idle_T[:0]
         running.slot = slot = self._sessions[running.session]
         slot.busy = True
         self._sessions.move_to_end(running.session)
@@ -407,15 +412,6 @@ class SessionCaches(Caches):
         self._cache.swap(one.number, other.number, max(one.cached, other.cached))
         one.number, other.number = other.number, one.number
         self._slots[one.number], self._slots[other.number] = one, other
-
-    def _take_slot(self) -> Slot:
-        if self._free:
-            return self._free.pop()
-        oldest = next(name for name, slot in self._sessions.items() if not slot.busy)
-        slot = self._sessions.pop(oldest)
-        # Its tokens are those of the session that has lost it.
-        slot.idle_T = slot.idle_T[:0]
-        return slot
 
 
 class PrivateCaches(Caches):
