@@ -16,6 +16,8 @@ import json
 import os
 import random
 import ssl
+import subprocess
+import sys
 import time
 import urllib.error
 from base64 import b64decode
@@ -36,7 +38,7 @@ from operator_process import OperatorProcess, Release
 from prometheus_server import RULES, Prometheus, panels, prometheus
 from runs import run_with
 from simulated_cluster import STEP_SECONDS, SimulatedCluster
-from testcluster import Cluster
+from testcluster import ROOT, Cluster
 from waiting import eventually
 
 SECONDS = float(os.environ.get("AGENTICRUN_PROXY_SECONDS", "0"))
@@ -297,7 +299,10 @@ async def test_runs_survive_a_faulty_apiserver(plane: Cluster, tmp_path: Path) -
             for name in samples:
                 await cluster.delete(KIND, name)
             left = await left_over(cluster)
-            left += await asyncio.to_thread(monitoring_problems, server, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            left += await asyncio.to_thread(monitoring_problems, server, seconds)
+            for name in ("run", "fleet", "operator"):
+                await asyncio.to_thread(draw, server, name, seconds, tmp_path / f"{name}.png")
         finally:
             stack.close()
             for task in tasks:
@@ -338,6 +343,16 @@ def _problems(cluster: SimulatedCluster, samples: dict[str, list[Sample]]) -> It
             yield f"{name}: untrue for {untruth.seconds:.0f} s: {untruth.text}"
         worst = list(late(samples[name], max_steps()))
         yield from (f"{name}: {text}" for text in worst[-1:])
+
+
+def draw(server: Prometheus, dashboard: str, seconds: float, out: Path) -> None:
+    """Draw a dashboard, as for docs/monitoring.md."""
+    variables = {"namespace": "runs", "run": "run-00", "job": "agenticrun-metrics"}
+    words = [word for name, value in variables.items() for word in ("--set", f"{name}={value}")]
+    words += ["--minutes", str(seconds / 60)]
+    tool = ROOT / "tools/docs/dashboards.py"
+    argv = [sys.executable, str(tool), server.url, dashboard, str(out), *words]
+    subprocess.run(argv, check=True, timeout=300)
 
 
 def monitoring_problems(server: Prometheus, seconds: float) -> list[str]:
