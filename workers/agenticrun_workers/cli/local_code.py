@@ -209,13 +209,13 @@ def _look_elsewhere(code: LocalCode, top: str, place: str, extra: Set[str]) -> N
         code.missing.setdefault(top, place)
         return
     locations = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
-    sites = (path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
-    places = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sites}
+    on_path = (path for path in sys.path if Path(path).name in ("site-packages", "dist-packages"))
+    sites = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *on_path}
     # It works here because of a path of this machine, and would be missing in the pods.
     if locations and not any(
-        Path(location).resolve().is_relative_to(Path(place).resolve())
+        Path(location).resolve().is_relative_to(Path(site).resolve())
         for location in locations
-        for place in places
+        for site in sites
     ):
         raise PackagingError(
             f"{place} needs {top}, which is {locations[0]}, outside of {code.folder}: move it "

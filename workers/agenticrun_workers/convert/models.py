@@ -300,8 +300,8 @@ def train_strategy(top: View, notes: Notes) -> Spec:
             notes.dropped(f"{path}.{key}", value, "no effect at this value")
         else:
             if key == "zero_optimization" and isinstance(value, Mapping):
-                kept = {name: each for name, each in value.items() if name in ZERO_KEPT}
-                config[key] = {name: each for name, each in kept.items() if each != "auto"}
+                kept = {field: each for field, each in value.items() if field in ZERO_KEPT}
+                config[key] = {field: each for field, each in kept.items() if each != "auto"}
             else:
                 config[key] = value
             notes.mapped(f"{path}.{key}", value, f"spec.pipeline.actorTrain.strategy.config.{key}")

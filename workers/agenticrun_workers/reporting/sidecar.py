@@ -138,7 +138,7 @@ class Reporter:
             raise web.HTTPUnprocessableEntity(text=str(error)) from error
         before, now = self._state, self._clock()
         poster = hashlib.sha256(request.headers.get(DRIVER_HEADER, "").encode()).hexdigest()
-        # The process that sent the newest snapshot has ended, or is frozen.
+        # Lapsed: the process that sent the newest snapshot has ended, or is frozen.
         silent = now - self._heard_at
         if self._connection is None:  # this process has just started
             lapsed = silent >= LOST_SECONDS
@@ -182,7 +182,7 @@ class Reporter:
         connected = self._connection is None or not self._connection.is_closing()
         longest = FROZEN_SECONDS if connected else LOST_SECONDS
         silent = self._clock() - self._heard_at
-        # A driver runs that can still save and report.
+        # Only a driver that can still save and report is asked to stop.
         runs = progress is not None and not reported and silent < longest
         if runs:  # otherwise the request would end the next attempt
             self._become(self._state.asked_to_stop(leaving.pod))

@@ -336,13 +336,15 @@ class SessionCaches(Caches):
         # Two requests in one slot would overwrite each other's keys and values.
         if running.session in self._sessions and self._sessions[running.session].busy:
             running.session = running.request.request_id
-        if running.session not in self._sessions and self._free:
-            self._sessions[running.session] = self._free.pop()
-        elif running.session not in self._sessions:
-            oldest = next(name for name, slot in self._sessions.items() if not slot.busy)
-            slot = self._sessions[running.session] = self._sessions.pop(oldest)
-            # Its tokens are those of the session that has lost it.
-            slot.idle_T = slot.idle_T[:0]
+        if running.session not in self._sessions:
+            if self._free:
+                slot = self._free.pop()
+            else:
+                oldest = next(name for name, slot in self._sessions.items() if not slot.busy)
+                slot = self._sessions.pop(oldest)
+                # Its tokens are those of the session that has lost it.
+                slot.idle_T = slot.idle_T[:0]
+            self._sessions[running.session] = slot
         running.slot = slot = self._sessions[running.session]
         slot.busy = True
         self._sessions.move_to_end(running.session)
