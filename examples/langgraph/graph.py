@@ -1,74 +1,83 @@
-"""A graph of LangGraph: a node that works with a tool, and one that answers as JSON. It streams.
+"""A graph of LangGraph: a node that asks the policy, and one with a tool. It streams.
 
-It has no AgenticRun code. `run: graph:play` calls it with the base_url of the policy;
-`command: [python, -m, graph]` starts it as a program for each episode.
+`run: graph:play` calls it with the base_url of the policy.
 """
 
-import asyncio
-import json
-import os
+import random
 import ssl
-from types import SimpleNamespace
-from typing import Any
+import string
+from typing import Any, Literal
 
-from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
-from langgraph.graph import END, START, MessagesState, StateGraph
-from langgraph.prebuilt import ToolNode
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
 from openai import DefaultAsyncHttpxClient, DefaultHttpxClient, LengthFinishReasonError
 from pydantic import BaseModel
 
-MAX_NODES = 8
+SKIES = ("sun", "rain", "snow")
+QUESTION = "How is the weather?"
+CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+ANSWER = ('{"weather": "', '"}')
+MAX_NODES = 5
 TLS = ssl.create_default_context()
 """Shared by all clients: each would read the certificates again, which takes 50 ms."""
 
 
-class Total(BaseModel):
-    """The answer."""
+class Weather:
+    """Looking at the sky and naming the weather earns 1, a guess nothing."""
 
-    total: int
+    blocking = False
+    instruction = "Look outside, then answer."
+
+    def reset(self, seed: int, split: str) -> str:
+        return QUESTION
+
+    def step(self, action: str) -> None:
+        raise NotImplementedError("the agent returns its reward")
+
+    def valid_actions(self) -> list[str]:
+        """Return answers for the warm-up, which lets the agent play with random ones."""
+        return [CALL, *(sky.join(ANSWER) for sky in SKIES)]
+
+    def vocabulary(self) -> list[str]:
+        # Whole sentences are one token each: in a short prompt the weather is found sooner. In the
+        # answer it is the same token as in the tool's result, so the policy learns to copy it.
+        sentences = [self.instruction, QUESTION, "look()\n"]
+        return [CALL, *ANSWER, *SKIES, *sentences, *string.printable]
 
 
-@tool
-def add(a: int, b: int) -> int:
-    """Add two numbers."""
-    return a + b
+class Answer(BaseModel):
+    weather: Literal["sun", "rain", "snow"]
 
 
-def adder(model: ChatOpenAI) -> Any:
-    """Build the graph: work until there is no tool call, then answer."""
-    working = model.bind_tools([add])
-    answering = model.bind(
-        response_format={
-            "type": "json_schema",
-            "json_schema": {"name": "Total", "schema": Total.model_json_schema(), "strict": True},
-        }
-    )
+def reporter(model: ChatOpenAI, sky: str) -> Any:
+    """Build the graph: ask the policy until it calls no tool."""
 
-    async def work(state: MessagesState) -> dict[str, Any]:
-        return {"messages": [await working.ainvoke(state["messages"])]}
+    @tool
+    def look() -> str:
+        """Look outside."""
+        return sky
 
-    async def answer(state: MessagesState) -> dict[str, Any]:
-        asked = HumanMessage("Give the total as JSON.")
-        return {"messages": [asked, await answering.ainvoke([*state["messages"], asked])]}
+    # A schema, for langchain-openai warns with each answer that a class has read.
+    schema = Answer.model_json_schema()
+    policy = model.bind_tools([look], strict=True, response_format=schema)
 
-    def after_work(state: MessagesState) -> str:
-        return "tools" if state["messages"][-1].tool_calls else "answer"
+    async def ask(state: MessagesState) -> dict[str, Any]:
+        return {"messages": [await policy.ainvoke(state["messages"])]}
 
     graph = StateGraph(MessagesState)
-    graph.add_node("work", work)
-    graph.add_node("tools", ToolNode([add], handle_tool_errors=True))
-    graph.add_node("answer", answer)
-    graph.add_edge(START, "work")
-    graph.add_conditional_edges("work", after_work, ["tools", "answer"])
-    graph.add_edge("tools", "work")
-    graph.add_edge("answer", END)
+    graph.add_node("ask", ask)
+    graph.add_node("tools", ToolNode([look]))
+    graph.add_edge(START, "ask")
+    graph.add_conditional_edges("ask", tools_condition)
+    graph.add_edge("tools", "ask")
     return graph.compile()
 
 
-async def play(base_url: str, task: Any) -> None:
+async def play(base_url: str, task: Any) -> float:
+    sky = random.Random(task.seed).choice(SKIES)
     with DefaultHttpxClient(verify=TLS) as sync_client:  # which ChatOpenAI makes, and never uses
         async with DefaultAsyncHttpxClient(verify=TLS) as client:
             model = ChatOpenAI(
@@ -80,17 +89,15 @@ async def play(base_url: str, task: Any) -> None:
                 streaming=True,
                 max_retries=0,
             )
-            messages = [(message["role"], message["content"]) for message in task.messages]
-            streaming = adder(model).astream(
-                {"messages": messages}, {"recursion_limit": MAX_NODES}, stream_mode="messages"
+            asked = [(message["role"], message["content"]) for message in task.messages]
+            messages: list[Any] = []
+            streaming = reporter(model, sky).astream(
+                {"messages": asked}, {"recursion_limit": MAX_NODES}, stream_mode="values"
             )
             try:
-                async for _ in streaming:
-                    pass
+                async for state in streaming:
+                    messages = state["messages"]
             except (GraphRecursionError, LengthFinishReasonError):
-                pass  # too many nodes, or a cut answer: the environment rewards the last one
-
-
-if __name__ == "__main__":
-    task = SimpleNamespace(**json.loads(os.environ["AGENTICRUN_TASK"]))
-    asyncio.run(play(os.environ["OPENAI_BASE_URL"], task))
+                return 0.0  # too many nodes, or an answer that was cut
+    looked = any(message.type == "tool" for message in messages)
+    return float(looked and Answer.model_validate_json(messages[-1].content).weather == sky)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,15 @@ def uv_python(requirements: Path) -> list[str]:
     return [*python, "--with-requirements", str(requirements), "python"]
 
 
+PLAYS_THE_GRAPH = """
+import asyncio, json, os
+from types import SimpleNamespace
+import graph
+task = SimpleNamespace(**json.loads(os.environ["AGENTICRUN_TASK"]))
+asyncio.run(graph.play(os.environ["OPENAI_BASE_URL"], task))
+"""
+
+
 def test_a_graph_of_langgraph_works_with_a_tool_and_answers_as_json(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -98,20 +108,19 @@ def test_a_graph_of_langgraph_works_with_a_tool_and_answers_as_json(
     made = subprocess.run([*python, "-c", "import langgraph"], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     monkeypatch.setenv("PYTHONPATH", str(example))
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    answer = '{"weather": "rain"}'
 
     def says(request: GenerationRequest) -> str:
-        prompt = CHAT.shown(request.prompt_tokens)
-        if "Give the total" in prompt:
-            return '{"total": 2}'
-        if "<tool_response>" in prompt:
-            return "It is 2."
-        return '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
+        return answer if "<tool_response>" in CHAT.shown(request.prompt_tokens) else call
 
     policy = Says(says)
-    trajectories = play(policy, command=[*python, "-m", "graph"], reward="environment")
-    assert [trajectory.error for trajectory in trajectories] == ["", ""]
-    check_token_for_token(trajectories, policy.asked)
-    worked, answered = trajectories
-    assert "<tool_response>\n2\n</tool_response>" in CHAT.shown(worked.tokens_T)
-    assert [turn.action for turn in answered.turns] == ['{"total": 2}']
-    assert worked.score == answered.score == pytest.approx(len('{"total": 2}') / 10)
+    program = [*python, "-c", PLAYS_THE_GRAPH]
+    (trajectory,) = play(policy, command=program, reward="environment")
+    assert trajectory.error == ""
+    check_token_for_token([trajectory], policy.asked)
+    assert [turn.action for turn in trajectory.turns] == [call, answer]
+    assert re.search(
+        "<tool_response>\n(sun|rain|snow)\n</tool_response>", CHAT.shown(trajectory.tokens_T)
+    )
+    assert trajectory.score == pytest.approx(len(answer) / 10)
