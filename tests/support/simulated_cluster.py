@@ -215,7 +215,8 @@ class SimulatedHead:
         try:
             await asyncio.sleep(START_SECONDS)
             job.status, step = "RUNNING", history.checkpoint
-            while step < pipeline.max_steps:
+            # Read before each step, as the driver does: it may change.
+            while step < (self._config or pipeline).max_steps:
                 await asyncio.sleep(STEP_SECONDS)
                 step += 1
                 if step <= history.checkpoint:
