@@ -1,4 +1,4 @@
-"""What tests of several engines share."""
+"""A fixture for the tests of engines that are servers."""
 
 import pytest
 

@@ -35,7 +35,7 @@ from control_plane import control_plane
 from drills import ENDED, TRUE_WITHIN_SECONDS, Sample, counts_as_ready, untruths
 from faulty_proxy import Fault, FaultyProxy
 from operator_process import OperatorProcess, Release
-from prometheus_server import RULES, Prometheus, panels, prometheus
+from prometheus_server import DASHBOARDS, RULES, Prometheus, panels, prometheus
 from runs import run_with
 from simulated_cluster import STEP_SECONDS, SimulatedCluster
 from testcluster import ROOT, Cluster
@@ -301,8 +301,9 @@ async def test_runs_survive_a_faulty_apiserver(plane: Cluster, tmp_path: Path) -
             left = await left_over(cluster)
             seconds = time.monotonic() - began
             left += await asyncio.to_thread(monitoring_problems, server, seconds)
-            for name in ("run", "fleet", "operator"):
-                await asyncio.to_thread(draw, server, name, seconds, tmp_path / f"{name}.png")
+            for file in DASHBOARDS:
+                picture = tmp_path / f"{file.stem}.png"
+                await asyncio.to_thread(draw, server, file.stem, seconds, picture)
         finally:
             stack.close()
             for task in tasks:
