@@ -195,6 +195,20 @@ PodName = Annotated[
 ]
 
 
+QUIET_SECONDS = 3.0
+"""Time without a post after which a driver may be dead. It posts every second."""
+MAX_HOLD_SECONDS = 30.0
+
+
+class ProgressQuery(Model):
+    """The query of `GET /progress` of one who knows a snapshot and waits for news."""
+
+    submission_id: ShortText
+    sequence: Number
+    wait_seconds: Annotated[FiniteFloat, Field(ge=0, le=MAX_HOLD_SECONDS)]
+    """The reporter answers after this time at the latest."""
+
+
 class Leaving(Model):
     """Tells the reporter that a pod of the run is being removed (`reporting/leave.py`)."""
 

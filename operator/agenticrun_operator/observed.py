@@ -244,6 +244,8 @@ class Observed:
     job: Job | NoJob | Unreachable = Unreachable("there is no head pod to ask")
     """The job of `status.job.submissionId`."""
     progress: Progress | NoReport | Unreachable = Unreachable("there is no head pod to ask")
+    progress_watched: bool = False
+    """True if the operator looks at the run again as soon as the reporter has news."""
     kuberay_missing: bool = False
     """True if the apiserver does not serve RayClusters, so that nothing is known about the run's
     own. Its pods may still be there."""

@@ -19,6 +19,9 @@ from agenticrun_operator import errors, metrics, pod_reader, resources
 from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.observed import (
+    Job,
+    NoJob,
+    NoReport,
     Observed,
     Pod,
     Problem,
@@ -27,6 +30,7 @@ from agenticrun_operator.observed import (
 )
 from agenticrun_operator.planning import times
 from agenticrun_operator.pod_reader import LabelledPod
+from agenticrun_operator.progress_watches import ProgressWatches
 from agenticrun_operator.queue_positions import QueuePositions
 from agenticrun_operator.resources import Child, Manifest, OperatorKey, workloads
 from agenticrun_operator.watch_cache import WatchedObjects
@@ -88,6 +92,7 @@ class Observer:
         key: OperatorKey,
         clock: Callable[[], datetime],
         operator_namespace: str = "",
+        watches: ProgressWatches | None = None,
     ):
         """Create an observer.
 
@@ -98,6 +103,7 @@ class Observer:
             key: the key of this installation.
             clock: returns the current time.
             operator_namespace: as in `WorkerImages`.
+            watches: follows the progress of runs that train; None: each look asks their heads.
         """
         self._kube = kube
         self._head = head
@@ -113,13 +119,18 @@ class Observer:
         self._pods: dict[str, pod_reader.ResolvedPods] = {}
         """By the run's uid."""
         self._positions = QueuePositions(kube, clock)
+        self._watches = watches
 
     async def stop(self) -> None:
         """End what runs in the background."""
         await self._positions.stop()
+        if self._watches:
+            await self._watches.stop()
 
     def forget(self, run_uid: str) -> None:
         """Forget a run that is gone or has ended."""
+        if self._watches:
+            self._watches.forget(run_uid)
         self._pods.pop(run_uid, None)
         self._forget_silence(run_uid)
 
@@ -128,7 +139,9 @@ class Observer:
             self._note_answer((run_uid, part), None)
 
     def ask_again(self, run_uid: str) -> None:
-        """Ask a head that did not answer at the next look: something has changed."""
+        """Ask the head at the next look, also one that did not answer: something has changed."""
+        if self._watches:
+            self._watches.doubt(run_uid)
         for part in ((run_uid, "job"), (run_uid, "progress")):
             if silence := self._silent.get(part):
                 # One failure is kept, so that a head that stays silent is soon asked less often
@@ -407,15 +420,26 @@ class Observer:
             first = names.submission_id(run.metadata.name, uid, 1)
             seen = await self._ask((uid, "job"), lambda: self._head.job(head, first))
             return replace(self._with_news(observed, run, objects), job=seen)
+        known_job, known_progress = None, None
+        if self._watches:
+            known_job, known_progress = self._watches.answers(run, head)
+
+        async def ask_job() -> Job | NoJob | Unreachable:
+            return known_job or await self._head.job(head, job.submission_id)
+
+        async def ask_progress() -> Progress | NoReport | Unreachable:
+            return known_progress or await self._head.progress(head)
+
         # Together, because the slower of the two decides how long the look takes.
         seen, progress = await asyncio.gather(
-            self._ask((uid, "job"), lambda: self._head.job(head, job.submission_id)),
-            self._ask((uid, "progress"), lambda: self._head.progress(head)),
+            self._ask((uid, "job"), ask_job), self._ask((uid, "progress"), ask_progress)
         )
         if isinstance(progress, Progress):
             # Before anything is stored or logged: reports of user code may quote secrets.
             progress = progress.masked()
-        return replace(self._with_news(observed, run, objects), job=seen, progress=progress)
+        observed = replace(self._with_news(observed, run, objects), job=seen, progress=progress)
+        watched = self._watches is not None and self._watches.watch(run, head, observed)
+        return replace(observed, progress_watched=watched)
 
     def _with_news(self, observed: Observed, run: AgenticRun, objects: ObservedObjects) -> Observed:
         """Take RayCluster and pods from the watches again: a head may take seconds to answer.

@@ -21,6 +21,7 @@ from agenticrun_operator.metrics import CONFLICTS, SLOTS_USED, UNREADABLE_RUNS
 from agenticrun_operator.observed import DeletionTrouble, JobTrouble, Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import times
+from agenticrun_operator.progress_watches import ProgressWatches
 from agenticrun_operator.resources import Manifest, OperatorKey, WorkerImages
 from agenticrun_operator.run_metrics import EndedRun, RunState, Totals
 from agenticrun_operator.slow_writes import SlowWrites
@@ -129,6 +130,7 @@ class Reconciler:
         slow_writes: SlowWrites,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         default_ttl: int | None = None,
+        look_again: Callable[[Key], None] | None = None,
     ):
         """Create a reconciler.
 
@@ -144,10 +146,15 @@ class Reconciler:
             slow_writes: carries out creations and changes of objects in the background.
             clock: returns the current time.
             default_ttl: spec.ttlSecondsAfterFinished of runs that do not set it, in seconds.
+            look_again: called with a run that trains and has news; None: the progress of runs is
+                not watched, and each look asks for it.
         """
         self._kube = kube
         self._watched = watched
-        self._observer = Observer(kube, head, watched, key, clock, images.operator_namespace)
+        watches = ProgressWatches(head, clock, look_again) if look_again else None
+        self._observer = Observer(
+            kube, head, watched, key, clock, images.operator_namespace, watches
+        )
         self._slots = slots
         self._conflicts: dict[Key, int] = {}
         """Conflicts in a row."""

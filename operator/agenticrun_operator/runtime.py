@@ -74,6 +74,7 @@ class OperatorRuntime:
             slots,
             self._slow_writes,
             default_ttl=settings.ttl_seconds_after_finished,
+            look_again=lambda run: self._queue.add_after(run, 0.0),
         )
         self._leadership = Leadership(
             kube,

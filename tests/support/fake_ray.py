@@ -59,12 +59,12 @@ class FakeJob:
             run_uid=run_uid,
             submission_id=self.submission_id,
             attempt=self.attempt,
-            sequence=step,
             step=step,
             policy_version=step,
             time=format_time(now),
             last_step_time=format_time(now),
             **{
+                "sequence": step,
                 "activity": Activity.TRAINING,
                 "max_steps": 2,
                 "seconds_per_step": 3.0,

@@ -34,6 +34,7 @@ from agenticrun_api import (
 )
 from agenticrun_api.load import parse_served
 from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN
+from agenticrun_api.progress import QUIET_SECONDS
 from agenticrun_operator.cluster import Head, HeadAddress
 from agenticrun_operator.cluster.kube import Propagation
 from agenticrun_operator.errors import (
@@ -63,7 +64,7 @@ from agenticrun_operator.resources import (
 )
 from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchedObjects
-from agenticrun_operator.workqueue import Item
+from agenticrun_operator.workqueue import Item, Key
 from fake_kueue import FakeKueue
 from fake_ray import FakeJob, missing_roles, pod_of, ready_condition, surplus_pods
 from kube_schema import status_schema, violations
@@ -174,6 +175,9 @@ class World:
     """The apiserver's answer to the change of a RayCluster, or of the status of a Workload."""
     stop_requests: int = 0
     reporter_down: bool = False
+    hold_seconds: float = 0.0
+    """Time for which reporters hold the question of one who knows their snapshot, by the clock of
+    the event loop. 0: they hold none, like those of an earlier version."""
     ray_down: bool = False
     submit_down: bool = False
     watches_hang: bool = False
@@ -842,8 +846,19 @@ class World:
             raise HeadUnreachable("no answer")
         self.stop_requests += 1
 
-    async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
+    async def progress(
+        self, head: HeadAddress, after: Progress | None = None
+    ) -> Progress | NoReport | Unreachable:
         self._point("get progress")
+        for _ in range(round(10 * self.hold_seconds) if after else 0):
+            found = self._report(head)
+            quiet = isinstance(found, Progress) and (found.silent_seconds or 0) >= QUIET_SECONDS
+            if found != after or quiet:
+                break
+            await asyncio.sleep(0.1)
+        return self._report(head)
+
+    def _report(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
         if self.reporter_down:
             return Unreachable("no answer")
         if trouble := self._trouble(head, head.reporter_token, "token"):
@@ -955,6 +970,7 @@ class Operator:
         self.head: Head = world
         self.key = KEY
         self.default_ttl: int | None = None
+        self.look_again: Callable[[Key], None] | None = None
         self._start()
 
     def _start(self) -> None:
@@ -969,11 +985,17 @@ class Operator:
             slow_writes=self.slow_writes,
             clock=lambda: self.world.now,
             default_ttl=self.default_ttl,
+            look_again=self.look_again,
         )
 
     def use_head(self, head: Head) -> None:
         """Ask this client for jobs and progress, from a new process on."""
         self.head = head
+        self._start()
+
+    def watch_progress(self, look_again: Callable[[Key], None]) -> None:
+        """Watch the progress of runs, from a new process on."""
+        self.look_again = look_again
         self._start()
 
     def upgrade(self, images: WorkerImages) -> None:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -22,7 +23,7 @@ from agenticrun_api import LiveConfig, Progress, Reason, names
 from agenticrun_api.base import CLEAN, clean_text, one_line
 from agenticrun_api.challenge import Challenge, Proof, prove
 from agenticrun_api.masking import mask_secrets
-from agenticrun_api.progress import MAX_PROGRESS_BYTES
+from agenticrun_api.progress import MAX_PROGRESS_BYTES, ProgressQuery
 from agenticrun_api.version import __version__
 from agenticrun_operator import errors, metrics
 from agenticrun_operator.cluster.kube import KubeClient, Response, connect
@@ -39,6 +40,9 @@ from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
 REPORTER_SECONDS = 4.0
 """Timeout of a question to the reporter, which answers from memory."""
+HOLD_SECONDS = 4.0
+"""Time for which the reporter may hold a question without news. With its timeout, the status shows
+within 10 s that a head hangs."""
 RAY_SECONDS = 8.0
 """Timeout of a question to Ray's dashboard, which may be busy. The status shows within 10 s that a
 head is silent."""
@@ -174,9 +178,18 @@ class RunHead:
     async def request_stop(self, head: HeadAddress) -> None:
         _ok(await self._reporter(head, "POST", "/stop"), "the reporter")
 
-    async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
+    async def progress(
+        self, head: HeadAddress, after: Progress | None = None
+    ) -> Progress | NoReport | Unreachable:
+        path, hold = "/progress", 0.0
+        if after:
+            hold = HOLD_SECONDS
+            query = ProgressQuery(
+                submission_id=after.submission_id, sequence=after.sequence, wait_seconds=hold
+            )
+            path = f"/progress?{urlencode(query.to_dict())}"
         try:
-            answer = await self._reporter(head, "GET", "/progress")
+            answer = await self._reporter(head, "GET", path, hold=hold)
             if answer.status == 204:
                 return NoReport()
             snapshot = _ok(answer, "the reporter")
@@ -205,7 +218,7 @@ class RunHead:
         return mask_secrets(clean_text(text[-4 * LOG_TAIL_CHARACTERS :]))[-LOG_TAIL_CHARACTERS:]
 
     async def _reporter(
-        self, head: HeadAddress, method: str, path: str, body: Any = None
+        self, head: HeadAddress, method: str, path: str, body: Any = None, hold: float = 0.0
     ) -> Response:
         timeout = REPORTER_SECONDS if method == "GET" else TIMEOUT_SECONDS
         return await self._request(
@@ -214,7 +227,8 @@ class RunHead:
             path,
             body=body,
             limit=MAX_PROGRESS_BYTES,
-            timeout=timeout,
+            timeout=hold + timeout,
+            held=hold > 0,
         )
 
     async def _ray(
@@ -258,9 +272,16 @@ class RunHead:
         return answer
 
     async def _send(
-        self, method: str, head: HeadAddress, port: int, path: str, **arguments: Any
+        self,
+        method: str,
+        head: HeadAddress,
+        port: int,
+        path: str,
+        *,
+        held: bool = False,
+        **arguments: Any,
     ) -> Response:
-        """Send a request, and count it."""
+        """Send a request, and count it. One that the head holds says nothing about its latency."""
         began, status = time.monotonic(), "none"
         try:
             answer = await self._transport.request(method, head.pod, port, path, **arguments)
@@ -268,7 +289,8 @@ class RunHead:
             return answer
         finally:
             metrics.HEAD_REQUESTS.labels(port=port, status=status).inc()
-            metrics.HEAD_SECONDS.labels(port=port).observe(time.monotonic() - began)
+            if not held:
+                metrics.HEAD_SECONDS.labels(port=port).observe(time.monotonic() - began)
 
     async def _require_proof(self, head: HeadAddress) -> None:
         """Challenge the head, unless its last proof still holds.

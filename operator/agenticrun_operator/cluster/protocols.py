@@ -165,6 +165,14 @@ class Head(Protocol):
         """Tell the reporter to ask the driver to save a checkpoint and to end."""
         ...
 
-    async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
-        """Return the newest progress snapshot of any attempt."""
+    async def progress(
+        self, head: HeadAddress, after: Progress | None = None
+    ) -> Progress | NoReport | Unreachable:
+        """Return the newest progress snapshot of any attempt.
+
+        Args:
+            head: the head.
+            after: wait a few seconds at most until there is another snapshot than this one, or its
+                driver falls silent.
+        """
         ...

@@ -55,6 +55,8 @@ MAX_BACKOFF_SECONDS = 600.0
 MANY_DISRUPTIONS = 3
 """Number of disruptions without a new step from which on each one is a Warning."""
 POLL_SECONDS = 2.0
+WATCHED_SECONDS = 20.0
+"""Time between two looks at a run whose news bring looks of their own."""
 REPORT_PATIENCE_SECONDS = 60.0
 """Time to wait for the final report of an ended job before Ray's job status decides alone."""
 EXIT_SECONDS = 30.0
@@ -346,7 +348,8 @@ def _follow_live(state: State, seen: Job) -> Verdict:
 def _report_training(state: State) -> Verdict:
     """Return what an attempt does that is not over, or its end if it stalls."""
     progress, seen = state.progress, state.observed.progress
-    result = Result(look_after=_poll_seconds(progress))
+    watched = state.observed.progress_watched
+    result = Result(look_after=WATCHED_SECONDS if watched else _poll_seconds(progress))
     if tokens := token_trouble(state):
         return Continues(result | tokens)
     said, stall = None, ""

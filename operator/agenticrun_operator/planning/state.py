@@ -20,7 +20,7 @@ REPEAT_SECONDS = 30.0
 """Time after which a request without effect is repeated."""
 SILENT_SECONDS = 7.0
 """Time without a snapshot after which the driver is said to be silent. It posts every second. With
-a poll every 3 s at most, the status shows it within 10 s."""
+looks every 3 s at most, the status shows it within 10 s."""
 
 
 @dataclass(frozen=True)

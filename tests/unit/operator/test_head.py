@@ -63,6 +63,7 @@ class Scripted:
         timeout: float = 0.0,
     ) -> Response:
         self.asked.append((method, port, path, headers, body))
+        self.timeout = timeout
         for part, answer in self.answers.items():
             if part in path.replace("/", "_"):
                 return answer
@@ -95,6 +96,16 @@ async def test_progress_is_read_with_the_reporters_token() -> None:
         "/progress",
         {"X-Ray-Authorization": "Bearer reporter-token"},
     )
+
+
+async def test_a_snapshot_that_is_known_is_in_the_question_for_another_one() -> None:
+    transport = Scripted(progress=says(PROGRESS | {"sequence": 8}))
+    answer = await RunHead(transport).progress(HEAD, after=Progress.model_validate(PROGRESS))
+    assert isinstance(answer, Progress)
+    assert answer.sequence == 8
+    ((_, _, path, _, _),) = transport.asked
+    assert path == "/progress?submissionId=lake-1&sequence=7&waitSeconds=4.0"
+    assert transport.timeout > 4.0
 
 
 async def test_what_a_head_says_shows_no_secrets() -> None:

@@ -8,8 +8,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from agenticrun_api.names import (
     REPORTER_TOKEN_FILE,
     TOKEN_HEADER,
 )
+from agenticrun_api.progress import QUIET_SECONDS
 from agenticrun_workers.cli.source import ASK_CHECKPOINT
 from agenticrun_workers.reporting.sidecar import (
     FROZEN_SECONDS,
@@ -69,9 +71,10 @@ class Sidecar:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.now = 0.0
+        self.clock: Callable[[], float] = lambda: self.now
 
     async def start(self) -> None:
-        reporter = Reporter("secret", StateFile(self.path), clock=lambda: self.now)
+        reporter = Reporter("secret", StateFile(self.path), clock=self.clock)
         self.http = TestClient(TestServer(reporter.app()))
         await self.http.start_server()
 
@@ -379,3 +382,89 @@ async def test_the_command_line_requests_a_checkpoint_in_the_head_pod(
         sys.executable, "-c", program, stderr=asyncio.subprocess.DEVNULL
     )
     assert await process.wait() != 0
+
+
+# -- long polls ------------------------------------------------------------------------------------
+
+
+KNOWN = {"submissionId": "lake-uid-1", "sequence": "1", "waitSeconds": "20"}
+
+
+@pytest.fixture
+async def living(tmp_path: Path) -> AsyncIterator[Sidecar]:
+    """A reporter on the real clock, whose driver has posted one snapshot."""
+    running = Sidecar(tmp_path / "state.json")
+    running.clock = time.monotonic
+    await running.start()
+    await running.post(progress())
+    yield running
+    await running.http.close()
+
+
+async def ask(sidecar: Sidecar, **query: str) -> tuple[Progress, float]:
+    """Ask for news. Returns the answer, and the seconds until it came."""
+    began = time.monotonic()
+    response = await sidecar.http.get("/progress", headers=TOKEN, params=KNOWN | query)
+    assert response.status == 200, await response.text()
+    return Progress.model_validate_json(await response.text()), time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    "query", [{"sequence": "0"}, {"submissionId": "lake-uid-0"}, {"sequence": "0", "newer": "x"}]
+)
+async def test_one_who_does_not_know_the_newest_snapshot_gets_it_at_once(
+    living: Sidecar, query: dict[str, str]
+) -> None:
+    answer, seconds = await ask(living, **query)
+    assert (answer.sequence, seconds < 1) == (1, True)
+
+
+async def test_a_question_is_held_until_there_is_news(living: Sidecar) -> None:
+    question = asyncio.create_task(ask(living))
+    await asyncio.sleep(0.2)
+    await living.post(progress())
+    await asyncio.sleep(0.2)
+    assert not question.done(), "a repeated snapshot is no news"
+    await living.post(progress(2, step=4))
+    answer, seconds = await question
+    assert (answer.sequence, seconds < 1.5) == (2, True)
+
+
+async def test_a_question_is_held_until_its_time_is_over(living: Sidecar) -> None:
+    answer, seconds = await ask(living, waitSeconds="0.3")
+    assert (answer.sequence, 0.3 <= seconds < 2) == (1, True)
+
+
+async def test_a_question_is_answered_when_the_driver_falls_silent(living: Sidecar) -> None:
+    answer, seconds = await ask(living)
+    assert QUIET_SECONDS - 0.5 <= seconds < QUIET_SECONDS + 2
+    assert answer.silent_seconds is not None
+    assert answer.silent_seconds >= QUIET_SECONDS
+
+
+async def test_a_final_report_is_not_read_by_one_who_has_gone(living: Sidecar) -> None:
+    question = asyncio.create_task(ask(living))
+    await asyncio.sleep(0.2)
+    question.cancel()
+    await asyncio.wait([question])
+    await living.post(progress(2, final=REPORT), last=True)
+    await asyncio.sleep(0.2)
+    response = await living.http.post("/leave", headers=TOKEN, json={"pod": "lake-head"})
+    assert (await response.json())["reportUnread"] is True
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"waitSeconds": "nan"},
+        {"waitSeconds": "31"},
+        {"waitSeconds": "-1"},
+        {"sequence": "x"},
+    ],
+)
+async def test_a_question_that_cannot_be_read_is_refused(
+    living: Sidecar, query: dict[str, str]
+) -> None:
+    response = await living.http.get("/progress", headers=TOKEN, params=KNOWN | query)
+    assert response.status == 422
+    assert next(iter(query)) in await response.text()

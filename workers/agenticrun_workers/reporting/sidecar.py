@@ -11,6 +11,7 @@ Run it with `python -m agenticrun_workers.reporting.sidecar`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -35,7 +36,13 @@ from agenticrun_api.names import (
     TOKEN_HEADER,
     WORK_DIR,
 )
-from agenticrun_api.progress import MAX_PROGRESS_BYTES, LeaveAnswer, Leaving
+from agenticrun_api.progress import (
+    MAX_PROGRESS_BYTES,
+    QUIET_SECONDS,
+    LeaveAnswer,
+    Leaving,
+    ProgressQuery,
+)
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +80,8 @@ class Reporter:
         decides: those of the driver's node and the operator's may differ."""
         self._connection: asyncio.Transport | None = None
         """The connection of the driver's last post. It closes when the driver's process ends."""
+        self._news = asyncio.Event()
+        """Set, and replaced by another event, when a post has brought news."""
         self._report_read = False
         """True if the operator has read the newest snapshot, which may have a final report."""
 
@@ -120,16 +129,38 @@ class Reporter:
             raise web.HTTPServiceUnavailable(text=f"{ENV_POD_UID} or {ENV_POD_IP} is not set")
         return _json(Proof(proof=prove(self._token, nonce, *self._pod)))
 
-    async def _get_progress(self, _: web.Request) -> web.Response:
+    async def _get_progress(self, request: web.Request) -> web.Response:
+        """Answer with the newest snapshot; to one who knows it, when there is news (long poll)."""
+        if request.query:
+            try:
+                query = ProgressQuery.model_validate_strings(dict(request.query), extra="ignore")
+            except ValidationError as error:
+                raise web.HTTPUnprocessableEntity(text=str(error)) from error
+            await self._wait_for_news(query)
         progress = self._state.progress
         if progress is None:
             return web.Response(status=204)
         now = self._clock()
-        # A pod that leaves waits until the final report has been read.
-        self._report_read = True
+        # A pod that leaves waits until the final report has been read. One who has waited may be
+        # gone.
+        self._report_read |= request.transport is not None and not request.transport.is_closing()
         # Computed when asked: the operator must see a silent driver grow older.
         ages = {"silent_seconds": now - self._heard_at, "idle_seconds": now - self._news_at}
         return _json(progress.model_copy(update=ages))
+
+    async def _wait_for_news(self, query: ProgressQuery) -> None:
+        """Wait until there is another snapshot, the driver falls silent or the time is over."""
+        end = self._clock() + query.wait_seconds
+        while (held := self._state.progress) is not None:
+            if (held.submission_id, held.sequence) != (query.submission_id, query.sequence):
+                return
+            # The driver posts again and again, also without news.
+            left = min(end, self._heard_at + QUIET_SECONDS) - self._clock()
+            if left <= 0:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._news.wait()
 
     async def _post_progress(self, request: web.Request) -> web.Response:
         try:
@@ -153,6 +184,8 @@ class Reporter:
         if self._state is not before:
             self._news_at = now
             self._report_read = False
+            self._news.set()
+            self._news = asyncio.Event()
         newest = self._state.progress
         assert newest is not None
         # Refused or outdated posts are no sign of life of the driver.
