@@ -116,6 +116,21 @@ def test_an_answer_is_a_value_of_the_schema_and_nothing_else(grammars: Grammars)
     assert any_object == [True, True, False]
 
 
+def test_names_are_required_that_are_no_properties(grammars: Grammars) -> None:
+    inner = {"type": "object", "required": ["b"], "additionalProperties": {"type": "integer"}}
+    schema = {
+        "type": "object",
+        "properties": {"in": {"$ref": "#/$defs/inner"}},
+        "required": ["a", "in"],
+        "$defs": {"inner": inner},
+    }
+    texts = ['{"in": {"b": 1}, "a": "x"}', '{"in": {"b": 1}}', '{"in": {}, "a": 1}']
+    taken, written = grammars.ask(AnswerFormat(schema=schema), texts, 20)
+    assert taken == [True, False, False]
+    for answer in written:
+        jsonschema.validate(json.loads(answer), schema)
+
+
 @pytest.mark.parametrize("reasoning", [("", "</think>"), ("<think>", "</think>")])
 def test_reasoning_may_come_first_and_has_any_form(
     grammars: Grammars, reasoning: tuple[str, str]

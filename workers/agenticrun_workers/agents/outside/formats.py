@@ -251,7 +251,7 @@ def _text_tag(text: str) -> dict[str, Any]:
 def _json_tag(schema: Schema, style: str = "json") -> dict[str, Any]:
     return {
         "type": "json_schema",
-        "json_schema": schema,
+        "json_schema": _with_required(schema),
         "style": style,
         "max_whitespace_cnt": MAX_SPACES,
     }
@@ -298,8 +298,7 @@ def _tagged_rule(root: Schema, tags: tuple[str, str, str], rules: list[str]) -> 
     schema = _meant(root, root)
     others = schema.get("additionalProperties", True)
     required = schema.get("required", ())
-    properties = schema.get("properties", {})
-    known = properties | {key: others for key in required if key not in properties}
+    known = _properties(schema)
     parts = [
         f"({_quoted(opening + key + begins)} {value(part)}){'' if key in required else '?'}"
         for key, part in known.items()
@@ -309,6 +308,31 @@ def _tagged_rule(root: Schema, tags: tuple[str, str, str], rules: list[str]) -> 
         rules.append(f"NAME_{number}: /[^<>\\n]+/{names}")
         parts.append(f"({_quoted(opening)} NAME_{number} {_quoted(begins)} {value(others)})*")
     return " ".join(parts)
+
+
+def _properties(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of each property that has a name, the required ones included."""
+    others = schema.get("additionalProperties", True)
+    required = dict.fromkeys(schema.get("required", ()), others)
+    return {**schema.get("properties", {}), **required, **schema.get("properties", {})}
+
+
+def _with_required(schema: Any) -> Any:
+    """Return an equal schema in which each required name has its property.
+
+    xgrammar does not require others.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    written = dict(schema)
+    for key, part in schema.items():
+        if key in ("properties", "$defs", "definitions"):
+            written[key] = {name: _with_required(each) for name, each in part.items()}
+        elif key in ("anyOf", "allOf"):
+            written[key] = [_with_required(each) for each in part]
+        elif key in ("items", "additionalProperties"):
+            written[key] = _with_required(part)
+    return written | ({"properties": _properties(written)} if "required" in schema else {})
 
 
 def _meant(schema: Schema, root: Schema) -> Schema:
