@@ -1,60 +1,80 @@
-"""Plays one episode of a verifiers taskset with the policy, in a Python environment of its own.
+"""Plays a taskset of verifiers: each episode is posted to player.py, which has its own packages.
 
-`python play.py CONFIG`, with verifiers 0.4 installed. The run starts it once for each episode
-(`agent.config.command`) and says by environment variables which task, which endpoint and where the
-reward goes. CONFIG is JSON for `SingleAgentEnvConfig`: the taskset, and what else its agent needs.
+`type: play:Seeds` and `run: play:play`.
 """
 
-import asyncio
 import json
-import os
-import sys
-from itertools import islice
+import string
+import subprocess
+import threading
+from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-import verifiers.v1 as vf
-
-MOST_TASKS = 10_000
-"""Tasks of an infinite taskset to choose from."""
-VALIDATION = 5
-"""Every fifth task is for validation."""
-
-# The harness "null" only chats; the default runtime of verifiers is a cloud service.
-LOCAL = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+CONFIG = {
+    "taskset": {"id": "sums_taskset"},
+    # The default runtime of verifiers is a cloud service.
+    "agent": {"harness": {"id": "in_process"}, "runtime": {"type": "subprocess"}},
+}
+"""For `SingleAgentEnvConfig`: the taskset, and what else its agent needs."""
+PYTHON = ["uv", "run", "--quiet", "--no-project", "--with", "verifiers==0.4.0", "python"]
 
 
-def choose(taskset: vf.Taskset, split: str, seed: int) -> vf.Task:
-    """Return the task of a seed, the same for all members of a group."""
-    tasks = list(islice(taskset, MOST_TASKS))
-    held_out = split == "validation"
-    mine = [task for n, task in enumerate(tasks) if (n % VALIDATION == VALIDATION - 1) == held_out]
-    return (mine or tasks)[seed % len(mine or tasks)]
+class Seeds:
+    """The environment of an agent that finds its task by the seed of the episode."""
+
+    instruction = ""
+
+    def reset(self, seed: int, split: str) -> str:
+        return ""
+
+    def step(self, action: str) -> None:
+        raise NotImplementedError("the agent returns its reward")
+
+    def valid_actions(self) -> list[str]:
+        return list("0123456")  # of the warm-up by random play
+
+    def vocabulary(self) -> list[str]:
+        return list(string.printable)
 
 
-async def play(config: dict[str, Any], task: dict[str, Any]) -> float:
-    """Play the episode and return its reward."""
-    env = vf.SingleAgentEnv(vf.SingleAgentEnvConfig.model_validate({"agent": LOCAL, **config}))
-    client = vf.EvalClientConfig(
-        base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY"
-    )
-    async with env.serving():
-        episode = await env.run_episode(
-            choose(env.taskset, task["split"], task["seed"]),
-            vf.ModelContext(model=task["model"], client=client),
-        )
-    if not episode.ok:  # the run repeats the episode
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise SystemExit(f"the episode failed: {errors}")
-    return float(episode.traces[0].reward)
+class Player:
+    """The program player.py, which starts with the first episode and ends with this process."""
+
+    def __init__(self) -> None:
+        self._starting = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._address = ""
+
+    def address(self) -> str:
+        with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                program = Path(__file__).with_name("player.py")
+                self._process = subprocess.Popen(
+                    [*PYTHON, str(program), json.dumps(CONFIG)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                assert self._process.stdout is not None
+                port = self._process.stdout.readline()
+                if not port:
+                    raise RuntimeError("player.py did not start: its messages say why")
+                self._address = f"http://127.0.0.1:{int(port)}"
+            return self._address
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.communicate()  # ends its standard input
 
 
-if __name__ == "__main__":
-    reward = asyncio.run(play(json.loads(sys.argv[1]), json.loads(os.environ["AGENTICRUN_TASK"])))
-    body = json.dumps({"reward": reward}).encode()
-    headers = {
-        "Content-Type": "application/json",
-        "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
-    }
-    with urlopen(Request(os.environ["AGENTICRUN_REWARD_URL"], body, headers)):
-        pass
+player = Player()
+
+
+def play(base_url: str, task: Any) -> float:
+    order = {"base_url": base_url, "model": task.model, "split": task.split, "seed": task.seed}
+    with urlopen(Request(player.address(), json.dumps(order).encode())) as response:
+        answer = json.load(response)
+    if "error" in answer:  # the run repeats the episode
+        raise RuntimeError(answer["error"])
+    return float(answer["reward"])

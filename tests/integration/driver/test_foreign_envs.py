@@ -5,6 +5,7 @@ uv installs what our environment does not have, and keeps it in its cache.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import socket
@@ -326,15 +327,19 @@ def test_mistakes_in_the_config_of_libraries(
 async def test_the_example_of_verifiers_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One group, without a warm-up: each episode takes seconds, in processes of its own."""
+    """One group, without a warm-up: the first episode waits for the player's packages."""
     example = EXAMPLES / "verifiers"
     monkeypatch.syspath_prepend(str(example))
-    monkeypatch.setenv("PYTHONPATH", str(example))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     document = shrunk("verifiers/agenticrun.yaml")
     document["spec"]["pipeline"].pop("warmup")
-    command = document["spec"]["pipeline"]["envs"][0]["agent"]["config"]["command"]
-    made = subprocess.run([*command[:-2], "-c", "import verifiers"], capture_output=True, text=True)
+    program: Any = importlib.import_module("play")
+    made = subprocess.run(
+        [*program.PYTHON, "-c", "import verifiers"], capture_output=True, text=True
+    )
     assert made.returncode == 0, made.stderr
-    step = await train_a_step(document, tmp_path)
+    try:
+        step = await train_a_step(document, tmp_path)
+    finally:
+        program.player.close()
     assert step["stop/completed"] == 1.0
