@@ -71,7 +71,7 @@ HEAD_REQUESTS = Counter(
 )
 HEAD_SECONDS = Histogram(
     "agenticrun_operator_head_request_seconds",
-    "Duration of a request to a head pod.",
+    "Duration of a request to a head pod; long polls are not counted.",
     ["port"],
     buckets=SECONDS,
 )

@@ -19,9 +19,6 @@ from agenticrun_operator import errors, metrics, pod_reader, resources
 from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.cluster.transports import PodAddress
 from agenticrun_operator.observed import (
-    Job,
-    NoJob,
-    NoReport,
     Observed,
     Pod,
     Problem,
@@ -390,10 +387,16 @@ class Observer:
             run: the run.
             objects: its children and pods, from `read_objects`.
         """
-        observed = await self._ask_head(run, objects)
+        head = await self.head_address(run, objects)
+        observed = await self._ask_head(run, objects, head)
+        if self._watches:
+            watched = self._watches.watch(run, head, observed)
+            observed = replace(observed, progress_watched=watched)
         return replace(observed, pods=await self._with_reasons(run, observed.pods))
 
-    async def _ask_head(self, run: AgenticRun, objects: ObservedObjects) -> Observed:
+    async def _ask_head(
+        self, run: AgenticRun, objects: ObservedObjects, head: HeadAddress | Unreachable | None
+    ) -> Observed:
         observed = Observed(
             children={**objects.children, **objects.policies},
             policy_error=objects.policy_error,
@@ -402,7 +405,7 @@ class Observer:
             kuberay_missing=objects.kuberay_missing,
             queue=objects.queue,
         )
-        job, head = run.status.job, await self.head_address(run, objects)
+        job = run.status.job
         cluster = observed.child("RayCluster", run.metadata.name)
         if head is None or (cluster is None and not objects.kuberay_missing):
             # Its head is gone for good; a later one starts with a clean record.
@@ -411,7 +414,7 @@ class Observer:
             return observed
         if isinstance(head, Unreachable):
             return replace(observed, job=head, progress=head)
-        uid = run.metadata.uid
+        uid, asked = run.metadata.uid, self._watches or self._head
         if job is None:
             pod = observed.head(uid)
             if pod is None or not pod.ready:
@@ -420,26 +423,15 @@ class Observer:
             first = names.submission_id(run.metadata.name, uid, 1)
             seen = await self._ask((uid, "job"), lambda: self._head.job(head, first))
             return replace(self._with_news(observed, run, objects), job=seen)
-        known_job, known_progress = None, None
-        if self._watches:
-            known_job, known_progress = self._watches.answers(run, head)
-
-        async def ask_job() -> Job | NoJob | Unreachable:
-            return known_job or await self._head.job(head, job.submission_id)
-
-        async def ask_progress() -> Progress | NoReport | Unreachable:
-            return known_progress or await self._head.progress(head)
-
         # Together, because the slower of the two decides how long the look takes.
         seen, progress = await asyncio.gather(
-            self._ask((uid, "job"), ask_job), self._ask((uid, "progress"), ask_progress)
+            self._ask((uid, "job"), lambda: asked.job(head, job.submission_id)),
+            self._ask((uid, "progress"), lambda: asked.progress(head)),
         )
         if isinstance(progress, Progress):
             # Before anything is stored or logged: reports of user code may quote secrets.
             progress = progress.masked()
-        observed = replace(self._with_news(observed, run, objects), job=seen, progress=progress)
-        watched = self._watches is not None and self._watches.watch(run, head, observed)
-        return replace(observed, progress_watched=watched)
+        return replace(self._with_news(observed, run, objects), job=seen, progress=progress)
 
     def _with_news(self, observed: Observed, run: AgenticRun, objects: ObservedObjects) -> Observed:
         """Take RayCluster and pods from the watches again: a head may take seconds to answer.

@@ -1,9 +1,10 @@
 """Watches the progress of runs that train, by long polls of their reporters.
 
 A reporter holds a question until the driver has news or falls silent. So a run that trains is
-looked at when something has happened, and otherwise every `JOB_SECONDS` for what only Ray tells.
-Each such run has one task. It ends as soon as the run does anything but train: then the looks ask
-the head themselves, as often as the plan says.
+looked at when something has happened, and otherwise about every 20 s for what only Ray tells. Each
+such run has one task. It ends as soon as the run does anything but train: then the looks ask the
+head themselves, as often as the plan says. They alone read a final report, because a reporter
+keeps it until a look has asked for it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from agenticrun_api import AgenticRun, Phase, Progress
 from agenticrun_api.progress import QUIET_SECONDS
 from agenticrun_operator.cluster import Head, HeadAddress
-from agenticrun_operator.observed import Job, NoReport, Observed, Unreachable
+from agenticrun_operator.observed import Job, NoJob, NoReport, Observed, Unreachable
 from agenticrun_operator.workqueue import Key
 
 log = logging.getLogger(__name__)
@@ -28,129 +28,128 @@ reporter of an earlier version, which holds no question, is not asked more often
 JOB_SECONDS = 15.0
 """Age at which Ray's answer about the job is too old. The reporter tells sooner that a driver has
 ended."""
-UNSEEN_SECONDS = 120.0
+UNSEEN_SECONDS = 60.0
 """Time without a look after which a watch ends: another operator leads now."""
-_NEVER = datetime.min.replace(tzinfo=UTC)
 
 
 @dataclass
 class _Watch:
-    """The newest answers of the head of a run that trains."""
+    """The newest answers of the head of a run that trains. Times are those of the event loop."""
 
     head: HeadAddress
     job: Job
-    job_at: datetime
+    job_at: float
     """When Ray was asked about the job."""
     progress: Progress
-    looked_at: datetime
-    last: Progress | NoReport | Unreachable | None = None
-    """The answer that has ended the watch. The next look uses it: a head may be gone after its
-    final report was read."""
+    looked_at: float
+    task: asyncio.Task[None] | None = None
+    silence: Unreachable | None = None
+    """Set once the reporter has not answered. The next look reports it."""
 
 
 class ProgressWatches:
     """The open questions to reporters, one for each run that trains."""
 
-    def __init__(self, head: Head, clock: Callable[[], datetime], look: Callable[[Key], None]):
+    def __init__(self, head: Head, look: Callable[[Key], None]):
         """Create the collection.
 
         Args:
             head: the head pods.
-            clock: returns the current time.
             look: called with a run that has news, or that no longer just trains.
         """
         self._head = head
-        self._clock = clock
         self._look = look
         self._watches: dict[str, _Watch] = {}
         """By the run's uid."""
-        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def answers(
-        self, run: AgenticRun, head: HeadAddress
-    ) -> tuple[Job | None, Progress | NoReport | Unreachable | None]:
-        """Return what the head says about job and progress; None: it has to be asked."""
-        watch, job = self._watches.get(run.metadata.uid), run.status.job
+    async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
+        """Return the job as `Head.job` does, at most `JOB_SECONDS` old while the run is watched."""
+        watch = self._answering(head)
+        if watch and watch.progress.submission_id == submission_id:
+            return watch.job
+        return await self._head.job(head, submission_id)
+
+    async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
+        """Return the newest snapshot as `Head.progress` does, without a request if it is known."""
+        if watch := self._answering(head):
+            return watch.silence or watch.progress
+        return await self._head.progress(head)
+
+    def _answering(self, head: HeadAddress) -> _Watch | None:
+        """Return the watch whose answers are those of the head; None: it has to be asked."""
+        watch = self._watches.get(head.run_uid)
         if watch is None or watch.head != head:
-            return None, None
-        if job is None or job.submission_id != watch.progress.submission_id:
-            return None, None
-        watch.looked_at = self._clock()
-        if isinstance(watch.last, Unreachable):
-            # Shown at once: Ray may hang as well, and the look would wait for it.
-            return watch.job, watch.last
-        if watch.last is not None:
-            return None, watch.last
-        if self._age(watch.job_at) >= JOB_SECONDS:
-            return None, None
-        return watch.job, watch.progress
+            return None
+        watch.looked_at = _now()
+        # A silence is shown at once: Ray may hang as well, and the look would wait for it.
+        lives = watch.task is not None and not watch.task.done()
+        return watch if watch.silence or (lives and _now() < watch.job_at + JOB_SECONDS) else None
 
     def doubt(self, run_uid: str) -> None:
         """Let the next look at a run ask its head: something has changed."""
         if watch := self._watches.get(run_uid):
-            watch.job_at = _NEVER
+            watch.job_at = float("-inf")
 
-    def watch(self, run: AgenticRun, head: HeadAddress, observed: Observed) -> bool:
+    def watch(
+        self, run: AgenticRun, head: HeadAddress | Unreachable | None, observed: Observed
+    ) -> bool:
         """Watch a run if it just trains, as its head has answered, else end its watch.
 
         Returns:
             True if the run is watched.
         """
-        uid, now = run.metadata.uid, self._clock()
+        uid, now = run.metadata.uid, _now()
         answers = _training(run, observed)
-        if answers is None:
+        if answers is None or not isinstance(head, HeadAddress):
             self.forget(uid)
             return False
         job, progress = answers
-        known = self._watches.get(uid)
-        if known is None or known.head != head or known.last is not None:
+        watch = self._watches.get(uid)
+        if watch is None or watch.head != head or watch.task is None or watch.task.done():
             self.forget(uid)
-            known = self._watches[uid] = _Watch(head, job, now, progress, now)
-            self._tasks[uid] = asyncio.create_task(
-                self._follow(run.key, known), name=f"progress {'/'.join(run.key)}"
-            )
-        elif job is not known.job:  # Ray was asked
-            known.job, known.job_at = job, now
-        if progress.sequence >= known.progress.sequence:
-            known.progress = progress
+            watch = self._watches[uid] = _Watch(head, job, now, progress, now)
+            name = f"progress {'/'.join(run.key)}"
+            watch.task = asyncio.create_task(self._follow(run.key, watch), name=name)
+        elif job is not watch.job:  # the look has asked
+            watch.job, watch.job_at, watch.progress = job, now, progress
         return True
 
     def forget(self, run_uid: str) -> None:
         """End the watch of a run, if there is one."""
-        self._watches.pop(run_uid, None)
-        if task := self._tasks.pop(run_uid, None):
-            task.cancel()
+        watch = self._watches.pop(run_uid, None)
+        if watch and watch.task:
+            watch.task.cancel()
 
     async def stop(self) -> None:
         """End all watches."""
-        tasks = list(self._tasks.values())
-        for uid in list(self._tasks):
+        tasks = [watch.task for watch in self._watches.values() if watch.task]
+        for uid in list(self._watches):
             self.forget(uid)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, key: Key, watch: _Watch) -> None:
         """Ask the reporter again and again, until the run no longer just trains."""
         try:
-            while self._age(watch.looked_at) < UNSEEN_SECONDS:
-                before, asked_at = watch.progress, self._clock()
+            while _now() < watch.looked_at + UNSEEN_SECONDS:
+                before, asked_at = watch.progress, _now()
                 answer = await self._head.progress(watch.head, after=before)
+                if isinstance(answer, Unreachable):
+                    watch.silence = answer
                 if not isinstance(answer, Progress) or not _goes_on(answer, before):
-                    watch.last = answer
                     break
-                # A look may have asked, and have a newer answer.
-                if answer.sequence >= watch.progress.sequence:
-                    news = answer.sequence > watch.progress.sequence
+                # A look that has asked in between may have a newer answer.
+                if watch.progress is before or answer.sequence > watch.progress.sequence:
                     watch.progress = answer.masked()
-                    if news:
+                    if answer.sequence != before.sequence:
                         self._look(key)
-                await asyncio.sleep(INTERVAL_SECONDS - self._age(asked_at))
-        except Exception:  # a bug here must not leave a run without looks
+                await asyncio.sleep(asked_at + INTERVAL_SECONDS - _now())
+        except Exception:  # a bug here must not leave the run without looks
             log.exception("the progress of %s cannot be watched", "/".join(key))
-            watch.job_at = _NEVER
         self._look(key)
 
-    def _age(self, moment: datetime) -> float:
-        return (self._clock() - moment).total_seconds()
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _training(run: AgenticRun, observed: Observed) -> tuple[Job, Progress] | None:

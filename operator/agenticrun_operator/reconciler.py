@@ -13,11 +13,10 @@ from typing import TypeVar
 
 from agenticrun_api import AgenticRun, ConditionType, InvalidRun, Metadata, Phase, names
 from agenticrun_api.load import parse_served, repair_status
-from agenticrun_operator import errors, planning, resources
+from agenticrun_operator import errors, metrics, planning, resources
 from agenticrun_operator.applying import Applier
 from agenticrun_operator.cluster import Head, HeadAddress, Kube
 from agenticrun_operator.logs import note_attempt
-from agenticrun_operator.metrics import CONFLICTS, SLOTS_USED, UNREADABLE_RUNS
 from agenticrun_operator.observed import DeletionTrouble, JobTrouble, Observed
 from agenticrun_operator.observing import ObservedObjects, Observer
 from agenticrun_operator.planning import times
@@ -151,7 +150,7 @@ class Reconciler:
         """
         self._kube = kube
         self._watched = watched
-        watches = ProgressWatches(head, clock, look_again) if look_again else None
+        watches = ProgressWatches(head, look_again) if look_again else None
         self._observer = Observer(
             kube, head, watched, key, clock, images.operator_namespace, watches
         )
@@ -223,7 +222,7 @@ class Reconciler:
             delay = await self._look_and_act(key, again=item.changed, fresh=conflicts > 0)
         except errors.Conflict as error:
             self._conflicts[key] = conflicts + 1
-            CONFLICTS.inc()
+            metrics.CONFLICTS.inc()
             # A first conflict is normal: the run was edited while this looked.
             if conflicts:
                 log.info("%s: conflict %d: %s", "/".join(key), conflicts + 1, error)
@@ -268,7 +267,7 @@ class Reconciler:
         """
         while True:
             # Only reading takes a slot: heads and webhooks that are slow must not block other runs.
-            with SLOTS_USED.track_inprogress():
+            with metrics.SLOTS_USED.track_inprogress():
                 async with self._slots:
                     cached, fresh = await self._look(key, again, fresh)
             if cached is None:
@@ -590,7 +589,7 @@ class Reconciler:
                 self._unreadable[key] = EndedRun.of(state)
             elif "deletionTimestamp" not in document["metadata"]:
                 self._unreadable[key] = state
-        UNREADABLE_RUNS.set(sum(not state.ended for state in self._unreadable.values()))
+        metrics.UNREADABLE_RUNS.set(sum(not state.ended for state in self._unreadable.values()))
 
     def _forget_ended(self, key: Key) -> None:
         """Forget that a run could not be read, or had ended."""

@@ -74,7 +74,10 @@ class OperatorRuntime:
             slots,
             self._slow_writes,
             default_ttl=settings.ttl_seconds_after_finished,
-            look_again=lambda run: self._queue.add_after(run, 0.0),
+            # A question that waits would hold a connection of the apiserver.
+            look_again=None
+            if settings.heads_by_proxy
+            else lambda run: self._queue.add_after(run, 0.0),
         )
         self._leadership = Leadership(
             kube,

@@ -282,14 +282,18 @@ class RunHead:
         **arguments: Any,
     ) -> Response:
         """Send a request, and count it. One that the head holds says nothing about its latency."""
-        began, status = time.monotonic(), "none"
+        began, status = time.monotonic(), ""
         try:
             answer = await self._transport.request(method, head.pod, port, path, **arguments)
             status = str(answer.status)
             return answer
+        except errors.HeadUnreachable:
+            status = "none"
+            raise
         finally:
-            metrics.HEAD_REQUESTS.labels(port=port, status=status).inc()
-            if not held:
+            if status:  # else it was cancelled
+                metrics.HEAD_REQUESTS.labels(port=port, status=status).inc()
+            if status and not held:
                 metrics.HEAD_SECONDS.labels(port=port).observe(time.monotonic() - began)
 
     async def _require_proof(self, head: HeadAddress) -> None:

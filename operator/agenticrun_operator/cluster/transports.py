@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 10.0
 CONNECT_SECONDS = 3.0
 CONNECTIONS_PER_PORT = 4
 """Connections to one head: a look needs one, an action and a log file another."""
-KEEPALIVE_SECONDS = 10.0
+KEEPALIVE_SECONDS = 30.0
 """Unused connections are closed after this time. A run that trains is looked at more often."""
 
 

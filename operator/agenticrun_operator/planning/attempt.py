@@ -55,8 +55,9 @@ MAX_BACKOFF_SECONDS = 600.0
 MANY_DISRUPTIONS = 3
 """Number of disruptions without a new step from which on each one is a Warning."""
 POLL_SECONDS = 2.0
-WATCHED_SECONDS = 20.0
-"""Time between two looks at a run whose news bring looks of their own."""
+WATCHED_SECONDS = 23.0
+"""Time between two looks at a run whose news bring looks of their own. With its spread it is longer
+than `full_look_seconds`, so that each of them reads the objects."""
 REPORT_PATIENCE_SECONDS = 60.0
 """Time to wait for the final report of an ended job before Ray's job status decides alone."""
 EXIT_SECONDS = 30.0
@@ -318,7 +319,8 @@ def request(state: State, action: Configure | RequestStop, since: datetime | Non
     wait = state.wait_to_repeat(sent_at if sent else None)
     if wait > 0:
         return Result(look_after=wait)
-    return Result(job=action if may_act(state, action) else None)
+    # The next look sends it again if it is refused.
+    return Result(job=action if may_act(state, action) else None, look_after=POLL_SECONDS)
 
 
 def _follow_live(state: State, seen: Job) -> Verdict:

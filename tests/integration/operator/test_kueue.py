@@ -287,7 +287,7 @@ async def _place(plane: Cluster, folder: Path) -> AsyncIterator[Place]:
 
 @pytest.mark.timeout(600)
 async def test_a_run_waits_until_another_one_has_ended(place: Place) -> None:
-    await place.cluster.create_run(a_run("first", steps=6))
+    await place.cluster.create_run(a_run("first", steps=10_000))
     await place.until_phase("first", "Running")
     await place.cluster.create_run(a_run("second"))
     await place.until_phase("second", "Queued")
@@ -297,6 +297,8 @@ async def test_a_run_waits_until_another_one_has_ended(place: Place) -> None:
     )
     pods = [pod for pod in place.cluster.pods if pod["metadata"]["labels"][LABEL_RUN] == "first"]
     assert {pod["spec"]["nodeSelector"]["example.com/pool"] for pod in pods} == {"a100"}
+    last = place.status("first")["step"] + 4
+    await place.change_run("first", {"pipeline": {"maxSteps": last}})
     await place.until_phase("first", "Succeeded")
     await place.until_phase("second", "Succeeded")
     finished = await place.workload("first")

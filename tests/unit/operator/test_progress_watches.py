@@ -14,6 +14,7 @@ import pytest
 from agenticrun_api import Activity, ConditionType, Outcome, Phase
 from agenticrun_operator import progress_watches
 from agenticrun_operator.cluster.head import HOLD_SECONDS, RAY_SECONDS, REPORTER_SECONDS
+from agenticrun_operator.errors import HeadUnreachable
 from agenticrun_operator.observed import Unreachable
 from agenticrun_operator.reconcile_workers import ReconcileWorkers
 from agenticrun_operator.workqueue import Item, WorkQueue
@@ -149,18 +150,16 @@ def test_a_reporter_that_holds_no_question_is_asked_as_often_as_before() -> None
     on_watched(scenario, hold_seconds=0)
 
 
-def test_the_final_report_is_read_once_and_counts_if_the_head_is_gone_then() -> None:
+@pytest.mark.parametrize("outcome", [Outcome.SUCCEEDED, Outcome.FAILED])
+def test_a_final_report_is_asked_for_by_a_look(outcome: Outcome) -> None:
+    """A reporter keeps it until a question that does not wait has read it."""
+
     async def scenario(run: Watched) -> None:
-        world, answer = run.world, run.world.progress
-
-        async def progress(*arguments: Any, **options: Any) -> Any:
-            found = await answer(*arguments, **options)
-            world.reporter_down = getattr(found, "final", None) is not None
-            return found
-
-        world.progress = progress  # type: ignore[method-assign]
-        world.end_driver(Outcome.SUCCEEDED)
-        assert await run.until(lambda: world.status.phase is Phase.SUCCEEDED) <= 5
+        run.world.end_driver(outcome, retryable=False)
+        run.world.requests.clear()
+        phase = Phase.SUCCEEDED if outcome is Outcome.SUCCEEDED else Phase.FAILED
+        assert await run.until(lambda: run.world.status.phase is phase) <= 4
+        assert run.world.requests[:2] == ["get job", "get progress"]
 
     on_watched(scenario)
 
@@ -254,5 +253,33 @@ def test_an_operator_that_no_longer_looks_asks_no_more() -> None:
         run.world.requests.clear()
         await asyncio.sleep(600)
         assert run.world.requests == []
+        run.leading.set()
+        run.queue.add((NAMESPACE, NAME))
+        await asyncio.sleep(10)
+        run.drive(2)
+        assert await run.shows(2) <= 4, "it leads again"
+
+    on_watched(scenario)
+
+
+def test_settings_that_the_reporter_refuses_are_sent_again_soon() -> None:
+    async def scenario(run: Watched) -> None:
+        world, configure = run.world, run.world.configure
+        refused: list[float] = []
+
+        async def refuse(*arguments: Any) -> None:
+            refused.append(run.time)
+            raise HeadUnreachable("status 503")
+
+        world.configure = refuse  # type: ignore[method-assign, assignment]
+        world.drive(2, max_steps=10**6, observed_generation=1)
+        await run.shows(2)
+        world.change_run(("pipeline.maxSteps", 5))
+        run.queue.add((NAMESPACE, NAME))
+        await run.until(lambda: len(refused) >= 2)
+        world.configure = configure  # type: ignore[method-assign]
+        began = run.time
+        await run.until(lambda: any(each.max_steps == 5 for each in world.configs.values()))
+        assert run.time - began <= 6
 
     on_watched(scenario)

@@ -35,7 +35,7 @@ ANSWER_SECONDS = 3.0
 UNREACHABLE_SECONDS = 5.0
 """Time without an answer after which the head is gone, and its driver with it."""
 READ_SECONDS = 10.0
-"""Time that the operator gets to read the final report before the pod goes. It looks every 3 s."""
+"""Time that the operator gets to read the final report before the pod goes. It looks at once."""
 END_SECONDS = 2.0
 """Time that a raylet gets to end in order. One with a head needs less than a second."""
 

@@ -81,13 +81,14 @@ class Reporter:
         self._connection: asyncio.Transport | None = None
         """The connection of the driver's last post. It closes when the driver's process ends."""
         self._news = asyncio.Event()
-        """Set, and replaced by another event, when a post has brought news."""
+        """Set when a post has brought news, and then replaced by another one; and at the end."""
         self._report_read = False
         """True if the operator has read the newest snapshot, which may have a final report."""
 
     def app(self) -> web.Application:
         """Build the web application."""
         app = web.Application(client_max_size=MAX_PROGRESS_BYTES, middlewares=[self._authorize])
+        app.on_shutdown.append(self._answer_all)
         app.add_routes(
             [
                 web.get("/healthz", self._healthz),
@@ -130,7 +131,10 @@ class Reporter:
         return _json(Proof(proof=prove(self._token, nonce, *self._pod)))
 
     async def _get_progress(self, request: web.Request) -> web.Response:
-        """Answer with the newest snapshot; to one who knows it, when there is news (long poll)."""
+        """Answer with the newest snapshot; to a query of one who knows it, when there is news.
+
+        The latter (a long poll) does not count as read: its asker may be gone, or no longer lead.
+        """
         if request.query:
             try:
                 query = ProgressQuery.model_validate_strings(dict(request.query), extra="ignore")
@@ -141,17 +145,16 @@ class Reporter:
         if progress is None:
             return web.Response(status=204)
         now = self._clock()
-        # A pod that leaves waits until the final report has been read. One who has waited may be
-        # gone.
-        self._report_read |= request.transport is not None and not request.transport.is_closing()
+        # A pod that leaves waits until the final report has been read.
+        self._report_read |= not request.query
         # Computed when asked: the operator must see a silent driver grow older.
         ages = {"silent_seconds": now - self._heard_at, "idle_seconds": now - self._news_at}
         return _json(progress.model_copy(update=ages))
 
     async def _wait_for_news(self, query: ProgressQuery) -> None:
         """Wait until there is another snapshot, the driver falls silent or the time is over."""
-        end = self._clock() + query.wait_seconds
-        while (held := self._state.progress) is not None:
+        end, news = self._clock() + query.wait_seconds, self._news
+        while (held := self._state.progress) is not None and not news.is_set():
             if (held.submission_id, held.sequence) != (query.submission_id, query.sequence):
                 return
             # The driver posts again and again, also without news.
@@ -160,7 +163,11 @@ class Reporter:
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
-                    await self._news.wait()
+                    await news.wait()
+
+    async def _answer_all(self, _: web.Application) -> None:
+        """Answer all held questions: this process is about to end, and waits for them."""
+        self._news.set()
 
     async def _post_progress(self, request: web.Request) -> web.Response:
         try:

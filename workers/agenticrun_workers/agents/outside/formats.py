@@ -312,9 +312,9 @@ def _tagged_rule(root: Schema, tags: tuple[str, str, str], rules: list[str]) -> 
 
 def _properties(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of each property that has a name, the required ones included."""
+    properties: dict[str, Any] = schema.get("properties", {})
     others = schema.get("additionalProperties", True)
-    required = dict.fromkeys(schema.get("required", ()), others)
-    return {**schema.get("properties", {}), **required, **schema.get("properties", {})}
+    return properties | {key: others for key in schema.get("required", ()) if key not in properties}
 
 
 def _with_required(schema: Any) -> Any:
