@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import urllib.request
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from processes import free_port
 from testcluster import ROOT, Cluster
@@ -124,6 +126,26 @@ class OperatorProcess:
         """End it as the kubelet does, and wait."""
         self.process.terminate()
         self.process.wait(60)
+
+    def crash(self) -> None:
+        """End it without a chance to clean up, as for want of memory."""
+        self.process.kill()
+        self.process.wait(60)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the operator's own counters and gauges: the sum of each over all labels but one.
+
+        That one is the method of requests to the apiserver, which follows the name.
+        """
+        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            text = answer.read().decode()
+        found: dict[str, float] = defaultdict(float)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                name = " ".join([sample.name, *filter(None, [sample.labels.get("method")])])
+                found[name.removeprefix("agenticrun_operator_")] += sample.value
+        return found
 
     def check_alive(self) -> None:
         """Ask as the kubelet does, at an address of each family: a pod may have only one."""

@@ -106,6 +106,8 @@ KUBE_ROUTER = GoProgram(
     "kube-router", 140, package="github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"
 )
 """Enforces NetworkPolicies in tests/drills, which build it when they first run."""
+KWOK = GoProgram("kwok", 110, package="sigs.k8s.io/kwok/cmd/kwok")
+"""Simulates the kubelets of many runs in tests and benchmarks, which build it likewise."""
 
 
 def module_key(program: GoProgram, sources: Path) -> str:

@@ -7,7 +7,6 @@ rights and limits that the chart gives the operator.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import time
@@ -22,11 +21,11 @@ import pytest
 
 from agenticrun_api import Role
 from agenticrun_api.names import KIND, LABEL_ROLE, LABEL_RUN
-from agenticrun_api.placement import ARCHITECTURE, HOSTNAME
+from agenticrun_api.placement import HOSTNAME
 from agenticrun_operator.cluster import KubeClient, connect
 from agenticrun_operator.cluster.kube import object_path
 from agenticrun_operator.resources import Manifest, workloads
-from control_plane import control_plane
+from control_plane import add_node, control_plane
 from kueue_process import kueue
 from operator_process import OperatorProcess, Release
 from runs import run_with
@@ -45,6 +44,8 @@ PLENTY = ("cpu", "memory", "ephemeral-storage")
 RACK = "example.com/rack"
 RACKS = {"a1": "a", "b1": "b", "b2": "b"}
 """The racks of the nodes, which have a GPU each. Only a Topology of Kueue is about them."""
+ROOM = {"cpu": "64", "memory": "1Ti", "ephemeral-storage": "1Ti", "pods": "99"}
+ROOM |= {"nvidia.com/gpu": "1"}
 
 
 def a_queue(name: str, cluster_queue: str, gpus: int, flavor_name: str = "pool") -> list[Manifest]:
@@ -132,26 +133,8 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.apply(*RELEASE.cluster_rights(cluster))
         cluster.in_namespace(NAMESPACE).apply(*queue_objects())
         for name, rack in RACKS.items():
-            add_node(cluster, name, {RACK: rack, "example.com/pool": "racks"})
+            add_node(cluster, name, {RACK: rack, "example.com/pool": "racks"}, ROOM)
         yield cluster
-
-
-def add_node(cluster: Cluster, name: str, labels: dict[str, str]) -> None:
-    """Create a node with a GPU, as a kubelet does that is ready."""
-    labels = labels | {HOSTNAME: name, ARCHITECTURE: "amd64"}
-    cluster.apply(
-        {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels}}
-    )
-    amounts = {"cpu": "64", "memory": "1Ti", "ephemeral-storage": "1Ti", "pods": "99"}
-    amounts["nvidia.com/gpu"] = "1"
-    status = {
-        "allocatable": amounts,
-        "capacity": amounts,
-        "conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady"}],
-    }
-    patch = ("patch", "node", name, "--type=merge", "-p")
-    cluster.kubectl(*patch, json.dumps({"status": status}), "--subresource=status")
-    cluster.kubectl(*patch, '{"spec": {"taints": null}}')  # a new node is not ready
 
 
 @dataclass

@@ -9,6 +9,7 @@ import pytest
 import devcluster
 from devcluster.binaries import (
     KUBE_ROUTER,
+    KWOK,
     MINIMUM_GO,
     PARTS,
     PROGRAMS,
@@ -27,7 +28,7 @@ from devcluster.settings import (
 
 _GO = Path(devcluster.__file__).parent / "go"
 _PROGRAM = GoProgram("tool", 1)
-_ALL = (*PROGRAMS, *PARTS.values(), KUBE_ROUTER)
+_ALL = (*PROGRAMS, *PARTS.values(), KUBE_ROUTER, KWOK)
 
 
 @pytest.fixture
