@@ -199,12 +199,10 @@ async def test_a_server_of_the_library_over_http(monkeypatch: pytest.MonkeyPatch
         env = make_env("mcp", config)
         try:
             start = await CALLS.reset(env, 7, Stream.TRAIN)
-            assert start.observation == "Find a number from 0 to 9."
-            said = await CALLS.step(
-                env, '<tool_call>{"name": "compare", "arguments": {"number": 5}}</tool_call>'
-            )
-            assert said.observation == "equal"
-            ended = await CALLS.step(env, "<answer>5</answer>")
+            assert start.observation == "Look, then name the number."
+            said = await CALLS.step(env, '<tool_call>{"name": "look", "arguments": {}}</tool_call>')
+            assert said.observation == "2"
+            ended = await CALLS.step(env, "<answer>2</answer>")
             assert (ended.reward, ended.terminated) == (1.0, True)
         finally:
             await CALLS.close(env)
