@@ -181,4 +181,4 @@ class Leadership:
         elif not mine and self.held.is_set():
             log.warning("no longer the leader")
             self.held.clear()
-        metrics.LEADER.set(1 if mine else 0)
+        metrics.LEADER.labels(lease=self._name).set(1 if mine else 0)

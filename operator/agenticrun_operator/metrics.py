@@ -106,7 +106,9 @@ UNREADABLE_RUNS = Gauge(
 HEADS_UNREACHABLE = Gauge(
     "agenticrun_operator_unreachable_heads", "Runs whose head did not answer the last request."
 )
-LEADER = Gauge("agenticrun_operator_leader", "1 while this process holds the lease, else 0.")
+LEADER = Gauge(
+    "agenticrun_operator_leader", "1 while this process holds the lease, else 0.", ["lease"]
+)
 WATCHES_DOWN = Gauge(
     "agenticrun_operator_watch_down",
     "1 while a watch fails: its namespace or CRD is missing, or the rights to it. The namespace of "

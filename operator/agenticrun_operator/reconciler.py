@@ -23,6 +23,7 @@ from agenticrun_operator.planning import times
 from agenticrun_operator.progress_watches import ProgressWatches
 from agenticrun_operator.resources import Manifest, OperatorKey, WorkerImages
 from agenticrun_operator.run_metrics import EndedRun, RunState, Totals
+from agenticrun_operator.shard import ALL_RUNS, Shard
 from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item, Key
@@ -130,6 +131,7 @@ class Reconciler:
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         default_ttl: int | None = None,
         look_again: Callable[[Key], None] | None = None,
+        shard: Shard = ALL_RUNS,
     ):
         """Create a reconciler.
 
@@ -147,6 +149,7 @@ class Reconciler:
             default_ttl: spec.ttlSecondsAfterFinished of runs that do not set it, in seconds.
             look_again: called with a run that trains and has news; None: the progress of runs is
                 not watched, and each look asks for it.
+            shard: the part of all runs that is reconciled.
         """
         self._kube = kube
         self._watched = watched
@@ -163,6 +166,7 @@ class Reconciler:
         self._full_look_seconds = full_look_seconds
         self._clock = clock
         self._default_ttl = default_ttl
+        self._shard = shard
         self._cache: dict[Key, RunCache] = {}
         self._ended: dict[Key, _Ended] = {}
         """Runs that have ended and have no RayCluster and no pods."""
@@ -327,7 +331,8 @@ class Reconciler:
             metadata, status_hash, run = before.metadata, before.status_hash, before.run
         else:
             document = await self._kube.get(names.KIND, *key)
-            if document is None:
+            # An object without our label may have led to a run of another operator.
+            if document is None or not self._shard.has(document["metadata"]["uid"]):
                 self._forget(key)
                 return None, True
             metadata, status_hash = _version_of(document)

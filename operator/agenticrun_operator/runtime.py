@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 @asynccontextmanager
 async def running_operator(settings: Settings) -> AsyncIterator[OperatorRuntime]:
     """Connect to the apiserver, and follow the runs until the `with` block ends."""
-    clients = open_clients(settings.namespaces, heads_by_proxy=settings.heads_by_proxy)
+    clients = open_clients(
+        settings.namespaces, heads_by_proxy=settings.heads_by_proxy, shard=settings.part
+    )
     async with clients as (kube, head):
         # Waits for a Secret that another replica, or the chart, may still be making.
         key = settings.key or await wait_for_key(kube, *settings.operator_key_secret.split("/"))
@@ -78,6 +80,7 @@ class OperatorRuntime:
             look_again=None
             if settings.heads_by_proxy
             else lambda run: self._queue.add_after(run, 0.0),
+            shard=settings.part,
         )
         self._leadership = Leadership(
             kube,

@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from agenticrun_api.roles import REPORTER_RESOURCES, Resources
 from agenticrun_operator.logs import LogFormat
 from agenticrun_operator.resources import OperatorKey, WorkerImages
+from agenticrun_operator.shard import Shard
 
 
 class HeadAccess(StrEnum):
@@ -65,6 +66,9 @@ class Settings(BaseSettings):
     head_access: HeadAccess = HeadAccess.DIRECT
     """Direct: at the pod's IP. ApiserverProxy: through the apiserver, from outside the Kubernetes
     cluster (needs the right to pods/proxy)."""
+    shard: Annotated[str, Field(pattern=r"^\d+/[1-9]\d*$")] = "0/1"
+    """The part of all runs that this operator follows: `2/4` is the third of four. Operators of
+    different parts have different Leases."""
     lease_name: str = "agenticrun-operator"
     lease_namespace: str = "default"
     identity: str = Field(default_factory=socket.gethostname)
@@ -98,6 +102,19 @@ class Settings(BaseSettings):
     def key(self) -> OperatorKey | None:
         """The operator's key; None if it is in a Secret that the operator reads."""
         return OperatorKey(self.operator_key.get_secret_value()) if self.operator_key else None
+
+    @property
+    def part(self) -> Shard:
+        """The part of all runs that this operator follows."""
+        return Shard(*map(int, self.shard.split("/")))
+
+    @field_validator("shard")
+    @classmethod
+    def _is_a_part(cls, value: str) -> str:
+        number, count = map(int, value.split("/"))
+        if number >= count:
+            raise ValueError(f"of {count} parts the last is {count - 1}/{count}")
+        return value
 
     @model_validator(mode="after")
     def _has_one_key(self) -> Self:

@@ -26,6 +26,7 @@ class Release:
     name: str
     namespace: str
     watched: tuple[str, ...]
+    shards: int = 1
 
     def documents(self, cluster: Cluster) -> list[dict[str, Any]]:
         """Return the chart's objects."""
@@ -35,6 +36,7 @@ class Release:
             *("--set", "registry=registry.example.org/agents"),
             *("--set", f"watchNamespaces={{{','.join(self.watched)}}}"),
             *("--set", "kueue.enabled=true"),
+            *("--set", f"shards={self.shards}"),
         )
         return [document for document in yaml.safe_load_all(rendered) if document]
 
@@ -68,11 +70,11 @@ class Release:
         for namespace in (*self.watched, self.namespace):
             self.grant(cluster.in_namespace(namespace))
 
-    def lease(self, cluster: Cluster) -> dict[str, str]:
-        """Return the settings of the Lease that the chart gives the operator."""
+    def lease(self, cluster: Cluster, shard: int = 0) -> dict[str, str]:
+        """Return the settings of Lease and shard that the chart gives the operator."""
         found = [item for item in self.documents(cluster) if item["kind"] == "Deployment"]
-        (container,) = found[0]["spec"]["template"]["spec"]["containers"]
-        names = ("AGENTICRUN_LEASE_NAME", "AGENTICRUN_LEASE_NAMESPACE")
+        (container,) = found[shard]["spec"]["template"]["spec"]["containers"]
+        names = ("AGENTICRUN_LEASE_NAME", "AGENTICRUN_LEASE_NAMESPACE", "AGENTICRUN_SHARD")
         return {item["name"]: item["value"] for item in container["env"] if item["name"] in names}
 
     def kubeconfig(self, cluster: Cluster, server: str = "") -> dict[str, Any]:

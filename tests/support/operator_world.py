@@ -62,6 +62,7 @@ from agenticrun_operator.resources import (
     tokens_name,
     workloads,
 )
+from agenticrun_operator.shard import ALL_RUNS
 from agenticrun_operator.slow_writes import SlowWrites
 from agenticrun_operator.watch_cache import WatchedObjects
 from agenticrun_operator.workqueue import Item, Key
@@ -971,6 +972,7 @@ class Operator:
         self.key = KEY
         self.default_ttl: int | None = None
         self.look_again: Callable[[Key], None] | None = None
+        self.shard = ALL_RUNS
         self._start()
 
     def _start(self) -> None:
@@ -986,6 +988,7 @@ class Operator:
             clock=lambda: self.world.now,
             default_ttl=self.default_ttl,
             look_again=self.look_again,
+            shard=self.shard,
         )
 
     def use_head(self, head: Head) -> None:

@@ -8,6 +8,15 @@ agenticrun-operator
 {{- with .Values.watchNamespaces }}-{{ sortAlpha . | join "," | sha256sum | trunc 10 }}{{ end }}
 {{- end -}}
 
+{{/* The names of all Leases, in quotes: one for each shard. */}}
+{{- define "agenticrun.leases" -}}
+{{- $lease := include "agenticrun.lease" . -}}
+{{- if eq (int .Values.shards) 1 }}{{ quote $lease }}{{ end -}}
+{{- if gt (int .Values.shards) 1 -}}
+{{- range $shard := until (int .Values.shards) }}{{ if $shard }}, {{ end }}{{ printf "%s-%d" $lease $shard | quote }}{{ end }}
+{{- end -}}
+{{- end -}}
+
 {{/*
 Nothing, or a text if a part is to be installed, for (list $ .Values.<part>.<field>). A value that is left open means: if the operator
 serves all namespaces, because the installer may then make objects that belong to no namespace.

@@ -37,6 +37,7 @@ from agenticrun_operator.cluster.transports import (
     head_session,
 )
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
+from agenticrun_operator.shard import ALL_RUNS, Shard
 
 REPORTER_SECONDS = 4.0
 """Timeout of a question to the reporter, which answers from memory."""
@@ -395,15 +396,16 @@ def _last_line(body: bytes) -> str:
 
 @asynccontextmanager
 async def open_clients(
-    namespaces: Sequence[str], *, heads_by_proxy: bool
+    namespaces: Sequence[str], *, heads_by_proxy: bool, shard: Shard = ALL_RUNS
 ) -> AsyncIterator[tuple[KubeClient, RunHead]]:
     """Open the clients of the apiserver and of head pods until the `with` block ends.
 
     Args:
         namespaces: the namespaces to watch; empty: the whole Kubernetes cluster.
         heads_by_proxy: True to reach head pods through the apiserver's proxy, not at their IPs.
+        shard: the part of all runs that is listed and watched.
     """
-    kube = KubeClient(await connect(), namespaces)
+    kube = KubeClient(await connect(), namespaces, shard)
     try:
         allow_many_connections()
         async with head_session() as session:

@@ -32,6 +32,7 @@ from agenticrun_operator.resources.workloads import (
     PRIORITY_KIND,
     WORKLOAD_KIND,
 )
+from agenticrun_operator.shard import ALL_RUNS, Shard
 
 FIELD_MANAGER = "agenticrun-operator"
 TIMEOUT_SECONDS = 5.0
@@ -134,9 +135,10 @@ async def connect(kubeconfig: Path | None = None) -> client.ApiClient:
 class KubeClient:
     """Implements `protocols.Kube`, and raw requests for leases and the apiserver's proxy."""
 
-    def __init__(self, api: client.ApiClient, namespaces: Sequence[str]):
+    def __init__(self, api: client.ApiClient, namespaces: Sequence[str], shard: Shard = ALL_RUNS):
         self._api = api
         self._namespaces = tuple(namespaces)
+        self._shard = shard
         self._told_of_old_crd = False
 
     async def close(self) -> None:
@@ -258,7 +260,7 @@ class KubeClient:
     async def list_objects(
         self, kind: str, namespace: str | None, label: str | None
     ) -> tuple[list[Manifest], str]:
-        """Return all objects of a kind, and the version to watch from.
+        """Return all objects of a kind that may be of the shard, and the version to watch from.
 
         Args:
             kind: the kind; of runs, only the metadata is returned.
@@ -278,7 +280,8 @@ class KubeClient:
                 headers=_accept(kind, "List"),
                 limits=(LIST_SECONDS,),
             )
-            items += found["items"] or []  # null, not []
+            listed = found["items"] or []  # null, not []
+            items += [item for item in listed if self._shard.sees(kind, item)]
             if not found["metadata"].get("continue"):
                 return items, found["metadata"]["resourceVersion"]
             query["continue"] = found["metadata"]["continue"]
@@ -287,7 +290,7 @@ class KubeClient:
     async def watch_objects(
         self, kind: str, namespace: str | None, label: str | None, since: str
     ) -> AsyncIterator[AsyncIterator[tuple[str, Manifest]]]:
-        """Watch objects. Entering means that the apiserver serves the watch.
+        """Watch objects that may be of the shard. Entering means that the apiserver serves it.
 
         Yields:
             An iterator over events: the type (ADDED, MODIFIED, DELETED, or BOOKMARK, which carries
@@ -319,7 +322,12 @@ class KubeClient:
                     raise errors.WatchBroken(f"watch {path}: status {response.status}")
                 if response.status != 200:
                     _read_answer(Response(response.status, await response.read()), f"watch {path}")
-                yield _watch_events(response.content)
+                events = _watch_events(response.content)
+                yield (
+                    (type_, item)
+                    async for type_, item in events
+                    if type_ == "BOOKMARK" or self._shard.sees(kind, item)
+                )
         except (TimeoutError, aiohttp.ClientError) as error:
             raise errors.WatchBroken(
                 f"watch {path}: {str(error) or type(error).__name__}"

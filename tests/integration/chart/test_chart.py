@@ -20,6 +20,7 @@ from pydantic import SecretStr
 from agenticrun_api.version import __version__
 from agenticrun_operator.lease import Leadership
 from agenticrun_operator.settings import Settings
+from agenticrun_operator.shard import Shard
 from testcluster import ROOT, Cluster, CommandFailed
 from waiting import eventually
 
@@ -548,6 +549,30 @@ def test_the_operator_goes_to_nodes_of_its_images_architectures(cluster: Cluster
     assert term["matchExpressions"] == [
         {"key": "kubernetes.io/arch", "operator": "In", "values": ["amd64", "arm64"]}
     ]
+
+
+def test_each_shard_has_operators_and_a_lease_of_its_own(cluster: Cluster) -> None:
+    objects = render(cluster, shards=3)
+    deployments = [found for key, found in objects.items() if key[0] == "Deployment"]
+    assert len(deployments) == 3
+    selectors, leases = [], []
+    for number, deployment in enumerate(deployments):
+        template = deployment["spec"]["template"]
+        selector = deployment["spec"]["selector"]["matchLabels"]
+        assert selector.items() <= template["metadata"]["labels"].items()
+        selectors.append(selector["agenticrun.dev/shard"])
+        (pod,) = template["spec"]["containers"]
+        env = {entry["name"]: entry.get("value") for entry in pod["env"]}
+        leases.append(env["AGENTICRUN_LEASE_NAME"])
+        settings = Settings(
+            operator_key=SecretStr("k" * 32), worker_image="worker:1", shard=env["AGENTICRUN_SHARD"]
+        )
+        assert settings.part == Shard(number, 3)
+    assert selectors == ["0", "1", "2"]
+    assert len({deployment["metadata"]["name"] for deployment in deployments}) == 3
+    roles = (found for key, found in objects.items() if key[0] == "Role" and "lease" in key[2])
+    rules = [rule for role in roles for rule in role["rules"]]
+    assert [rule["resourceNames"] for rule in rules if "resourceNames" in rule] == [leases]
 
 
 def test_a_single_operator_has_no_budget_that_would_hold_up_a_drain(cluster: Cluster) -> None:
