@@ -90,6 +90,18 @@ def ray_cluster(
     metadata["labels"] = run.spec.labels | gang_labels(run) | metadata["labels"] | made_for
     if run.spec.annotations:
         metadata["annotations"] = dict(run.spec.annotations)
+    worker_groups = []
+    for role in run.spec.roles.workers:
+        replicas = run.spec.roles.replicas(role)
+        group = {
+            "groupName": role.value,
+            "replicas": replicas,
+            "minReplicas": replicas,
+            "maxReplicas": replicas,
+            "rayStartParams": _ray_start_params(run, role),
+            "template": _placed(worker_pod(run, role, context), placed.get(role.value)),
+        }
+        worker_groups.append(group)
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -103,10 +115,7 @@ def ray_cluster(
                     head_pod(run, context, HEAD_PORTS), placed.get(Role.DRIVER.value)
                 ),
             },
-            "workerGroupSpecs": [
-                _worker_group(run, role, context, placed.get(role.value))
-                for role in run.spec.roles.workers
-            ],
+            "workerGroupSpecs": worker_groups,
         },
     }
 
@@ -323,20 +332,6 @@ def _wanted_labels(
 
 def _replicas_label(role: str) -> str:
     return f"{GROUP}/{role}-replicas"
-
-
-def _worker_group(
-    run: AgenticRun, role: Role, context: PodContext, placement: Placement | None
-) -> Manifest:
-    replicas = run.spec.roles.replicas(role)
-    return {
-        "groupName": role.value,
-        "replicas": replicas,
-        "minReplicas": replicas,
-        "maxReplicas": replicas,
-        "rayStartParams": _ray_start_params(run, role),
-        "template": _placed(worker_pod(run, role, context), placement),
-    }
 
 
 def _ray_start_params(run: AgenticRun, role: Role) -> dict[str, str]:
