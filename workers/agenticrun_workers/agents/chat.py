@@ -372,15 +372,14 @@ class ChatFormat:
             said["reasoning_content"] = parsed.reasoning
         marked = any(mark in part for mark in self._added for part in said.values())
         if marked and not self._renders(self._adapted([_USER, said, _USER])):
-            return {key: self._unmarked(part) for key, part in said.items()}
+            marks = re.compile("|".join(map(re.escape, self._added)))
+            for key, part in said.items():
+                left = part
+                # The removal of one may create another.
+                while (rest := marks.sub("", left)) != left:
+                    left = rest
+                said[key] = left
         return said
-
-    def _unmarked(self, text: str) -> str:
-        """Return a text without special tokens, nor the new ones that their removal creates."""
-        marks = re.compile("|".join(map(re.escape, self._added)))
-        while (rest := marks.sub("", text)) != text:
-            text = rest
-        return text
 
     def first_call_end(self, text: str) -> int | None:
         """Return the place after the first whole tool call of an answer, or None."""
@@ -553,23 +552,23 @@ class ChatFormat:
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with only what the template knows: roles, arguments, reasoning."""
-        adapted = [self._adapted_answer(message) for message in messages]
+        adapted = []
+        for message in messages:
+            known = message
+            reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
+            if reasoning is not None and self._reasoning_key != "reasoning_content":
+                known = {key: value for key, value in message.items() if key != "reasoning_content"}
+                if self._reasoning_key is not None and not (calls and message.get("content")):
+                    known = {**known, self._reasoning_key: reasoning}
+            if calls and self._text_arguments:
+                known = {**known, "tool_calls": [_with_text_arguments(call) for call in calls]}
+            adapted.append(known)
         if self.system_role or len(adapted) < 2 or adapted[0]["role"] != "system":
             return adapted
         system, first, *others = adapted
         if first["role"] != "user":
             return adapted
         return [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *others]
-
-    def _adapted_answer(self, message: Message) -> Message:
-        reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
-        if reasoning is not None and self._reasoning_key != "reasoning_content":
-            message = {key: value for key, value in message.items() if key != "reasoning_content"}
-            if self._reasoning_key is not None and not (calls and message.get("content")):
-                message = {**message, self._reasoning_key: reasoning}
-        if calls and self._text_arguments:
-            message = {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
-        return message
 
     def encode(self, text: str) -> IntArray:
         """Return the tokens of a text, int32 [T]."""

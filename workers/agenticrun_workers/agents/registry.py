@@ -88,7 +88,14 @@ def make_agent(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     given: dict[str, Any] = {"tokenizer": tokenizer, "limits": limits}
     if "gconfig" in parameters:
-        config, given["gconfig"] = _gconfig(type, config, limits)
+        asked = config.get("gconfig", {})
+        config = {key: value for key, value in config.items() if key != "gconfig"}
+        try:
+            if not isinstance(asked, Mapping):
+                raise ValueError(f"gconfig must be a mapping, not {asked!r}")
+            given["gconfig"] = GenerationConfig.of(asked, limits)
+        except ValueError as error:
+            raise AgentConfigError(f"agent {type!r} refuses its config: {error}") from error
     made = _registry.make(
         type,
         config,
@@ -99,21 +106,6 @@ def make_agent(
         if _has_queues(type, made)
         else cast(Agent, made)
     )
-
-
-def _gconfig(
-    type: str, config: Mapping[str, Any], limits: AgentLimits
-) -> tuple[dict[str, Any], GenerationConfig]:
-    """Split a config into its other keys and the parsed `gconfig`. Raises `AgentConfigError`."""
-    asked = config.get("gconfig", {})
-    try:
-        if not isinstance(asked, Mapping):
-            raise ValueError(f"gconfig must be a mapping, not {asked!r}")
-        return {
-            key: value for key, value in config.items() if key != "gconfig"
-        }, GenerationConfig.of(asked, limits)
-    except ValueError as error:
-        raise AgentConfigError(f"agent {type!r} refuses its config: {error}") from error
 
 
 def _has_queues(type: str, made: Any) -> bool:

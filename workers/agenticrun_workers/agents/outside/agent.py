@@ -133,7 +133,12 @@ class OutsideAgent:
                     address.api_key,
                 )
                 returned = await self._play(session, f"{address.url}/v1", task)
-            branches = self._branches(session)
+            branches = session.recorded.branches()
+            if not branches and session.ended:
+                raise EnvFault(session.ended, "")
+            if not branches:
+                message = "the agent ended without an answer of the policy"
+                raise EnvFault(StopReason.ENV_ERROR, message)
             rewards = await self._rewards(session, branches, returned, env, task, metrics)
         except EnvFault as fault:
             return [
@@ -177,14 +182,6 @@ class OutsideAgent:
             await asyncio.wait({program})
             _ = program.cancelled() or program.exception()
 
-    def _branches(self, session: Session) -> list[list[Answer]]:
-        branches = session.recorded.branches()
-        if not branches and session.ended:
-            raise EnvFault(session.ended, "")
-        if not branches:
-            raise EnvFault(StopReason.ENV_ERROR, "the agent ended without an answer of the policy")
-        return branches
-
     async def _rewards(
         self,
         session: Session,
@@ -226,7 +223,17 @@ class OutsideAgent:
             metrics.add_step(result)
         if reward is None and session.ended:
             reward = 0.0
-        return [_posted(session.rewards.get(_ending(branch), reward)) for branch in branches]
+        rewards = []
+        for branch in branches:
+            posted = session.rewards.get(_ending(branch), reward)
+            if posted is None:
+                raise EnvFault(
+                    StopReason.ENV_ERROR,
+                    "the agent ended without a reward: return one from run, "
+                    "or post it (docs/outside-agents.md)",
+                )
+            rewards.append(posted)
+        return rewards
 
     async def _in_time(self, call: Any) -> Any:
         try:
@@ -265,16 +272,6 @@ def _returned(program: asyncio.Future[Any], session: Session) -> Any:
 def _ending(branch: Sequence[Answer]) -> Answer:
     """Return the answer whose reward the branch gets: a draft has that of its answer."""
     return branch[-1].draft_of or branch[-1]
-
-
-def _posted(reward: float | None) -> float:
-    if reward is None:
-        raise EnvFault(
-            StopReason.ENV_ERROR,
-            "the agent ended without a reward: return one from run, "
-            "or post it (docs/outside-agents.md)",
-        )
-    return reward
 
 
 PATIENCE_SECONDS = 1.0

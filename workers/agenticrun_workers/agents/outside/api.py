@@ -155,11 +155,12 @@ def answer_format(
         ApiError: names the invalid parameter.
     """
     schema = _schema_of(response_format)
-    places = {
-        tool["function"]["name"]: place
-        for place, tool in enumerate(tools)
-        if _is_named(tool, place)
-    }
+    places: dict[str, int] = {}
+    for place, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise refused(f"tools[{place}].function.name", "is missing")
+        places[function["name"]] = place
 
     def calls_of(*names: str) -> dict[str, Any]:
         return {
@@ -186,13 +187,6 @@ def answer_format(
     if schema is None:
         return None
     return AnswerFormat(calls_of(*places) if places and choice == "auto" else None, schema)
-
-
-def _is_named(tool: Mapping[str, Any], place: int) -> bool:
-    function = tool.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise refused(f"tools[{place}].function.name", "is missing")
-    return True
 
 
 def _arguments(function: Mapping[str, Any], path: str) -> Any:
