@@ -140,6 +140,17 @@ class _Dumper(yaml.SafeDumper):
         return usual if tag == f"{_TAG}str" else tag
 
 
+class BlockDumper(_Dumper):
+    """Writes texts of several lines as they are, where YAML can."""
+
+    def text(self, text: str) -> yaml.ScalarNode:
+        as_it_is = "\n" in text and all(line.isprintable() for line in text.split("\n"))
+        return self.represent_scalar(f"{_TAG}str", text, "|" if as_it_is else None)
+
+
+BlockDumper.add_representer(str, BlockDumper.text)
+
+
 def read_yaml(text: str) -> Any:
     """Return the value of the only document.
 

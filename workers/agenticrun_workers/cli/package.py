@@ -25,7 +25,7 @@ from agenticrun_api.load import read_run
 from agenticrun_api.names import IMAGE_CODE_DIR, ExitCode
 from agenticrun_api.overrides import with_overrides
 from agenticrun_api.version import REGISTRY, __version__
-from agenticrun_api.yaml_text import write_yaml
+from agenticrun_api.yaml_text import BlockDumper, write_yaml
 from agenticrun_workers.cli.common import Changes, RunFile, Seeds, StepTimeout, give_up, load
 from agenticrun_workers.cli.local_code import (
     LocalCode,
@@ -231,24 +231,10 @@ def _plain_text(content: bytes) -> str | None:
     return text if all(char.isprintable() or char in "\n\r\t" for char in text) else None
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as they are, where YAML can."""
-
-
-def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # Go reads y and 1e5 as other types, and PyYAML does not know.
-    quoted = None if re.fullmatch(r"[A-Za-z]{2}[\w./-]*", text, re.ASCII) else '"'
-    as_it_is = "\n" in text and all(line.isprintable() for line in text.split("\n"))
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, "|" if as_it_is else quoted)
-
-
-_Dumper.add_representer(str, _represent)
-
-
 def manifest_text(manifest: Mapping[str, Any]) -> str:
     """Return a manifest as YAML."""
     text: str = yaml.dump(
-        dict(manifest), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31
+        dict(manifest), Dumper=BlockDumper, sort_keys=False, allow_unicode=True, width=2**31
     )
     return text
 

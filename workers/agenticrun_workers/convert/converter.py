@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from agenticrun_api import InvalidRun, parse_run
 from agenticrun_api.names import API_VERSION, KIND, MAX_NAME_LENGTH
+from agenticrun_api.yaml_text import BlockDumper
 from agenticrun_workers.convert.algorithm import algorithm, correction, sequence_length
 from agenticrun_workers.convert.environments import environments, groups, train_groups
 from agenticrun_workers.convert.fields import ConvertError, Fate, Line, Notes, View, report_lines
@@ -275,19 +276,8 @@ def as_yaml(document: dict[str, Any]) -> str:
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(BlockDumper):
     """YAML style: lists of scalars in brackets, multi-line texts as blocks."""
-
-
-# kubectl's parser takes these for truth values and numbers, PyYAML for texts.
-_KUBECTL_READS_OTHERWISE = re.compile(r"[yYnN]|[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+|0o[0-7]+")
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    quoted = "'" if _KUBECTL_READS_OTHERWISE.fullmatch(text) else None
-    return dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else quoted
-    )
 
 
 def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.SequenceNode:
@@ -298,7 +288,6 @@ def _represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Sequence
     )
 
 
-_Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(list, _represent_list)
 
 

@@ -347,22 +347,16 @@ def _agent(env: View, step_wise: bool, game: Game, path: str, notes: Notes) -> S
                 system,
                 "env_instruction ends the system message; in ROLL it opens the first user message",
             )
-    template = _user_template(env)
+    before, after = env["pre_step_template"], env["next_step_template"]
+    template = env["agent_template"]
+    if before or after:  # the two parts around an image
+        template = f"{before or ''}{{observation}}\n{after or ''}"
     if template is not None:
         config["agentTemplate"] = translated(
             template, f"{path}.agent_template", step_wise=step_wise, notes=notes
         )
     pattern = env.section("env_config").given.get("action_pattern") or game.pattern
     return config | ({"actionPattern": pattern} if pattern else {})
-
-
-def _user_template(env: View) -> str | None:
-    """Return the template of a user message, from the two parts around an image if need be."""
-    before, after = env["pre_step_template"], env["next_step_template"]
-    if before or after:
-        return f"{before or ''}{{observation}}\n{after or ''}"
-    given: str | None = env["agent_template"]
-    return given
 
 
 OURS = {"train_env_manager": "trainEnvs", "val_env_manager": "valEnvs"}
