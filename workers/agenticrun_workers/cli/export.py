@@ -71,18 +71,13 @@ def export(
         raise typer.Exit(ExitCode.FAILED) from error
     typer.echo(f"{output}: the policy after {step} steps")
     if push:
-        _push(output, push, f"{loaded.metadata.name}: the policy after {step} steps")
-
-
-def _push(folder: Path, repository: str, message: str) -> None:
-    from agenticrun_workers.models import hub
-
-    try:
-        typer.echo(hub.push(folder, repository, message))
-    except hub.HubError as error:
-        typer.echo(
-            f"--push: {error}\nThe folder is complete: try again with "
-            f"`hf upload {repository} {folder}`",
-            err=True,
-        )
-        raise typer.Exit(ExitCode.FAILED) from error
+        try:
+            message = f"{loaded.metadata.name}: the policy after {step} steps"
+            typer.echo(hub.push(output, push, message))
+        except hub.HubError as error:
+            typer.echo(
+                f"--push: {error}\nThe folder is complete: try again with "
+                f"`hf upload {push} {output}`",
+                err=True,
+            )
+            raise typer.Exit(ExitCode.FAILED) from error

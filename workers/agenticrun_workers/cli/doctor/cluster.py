@@ -117,9 +117,15 @@ def run_there(run: AgenticRun, folder: Path, kubectl: Kubectl) -> dict[str, Find
     Args:
         folder: of the run's file, with modules that the pods may need.
     """
+    claim = run.spec.storage.volume_claim if run.spec.storage else None
+    # Only a claim of the user's is there before the run, and may bind its pods to a node.
+    users = claim is not None and claim.claim_name is not None
     checks: dict[str, Callable[[Kubectl], Finding]] = {
         "pods": lambda kubectl: pods_fit(
-            run, _usable_nodes(kubectl), _architectures(kubectl), _users_claim(run, kubectl)
+            run,
+            _usable_nodes(kubectl),
+            _architectures(kubectl),
+            _claim(run, kubectl) if users else None,
         ),
         "quotas": lambda kubectl: fits_quotas(run, kubectl.json("resourcequotas")["items"]),
         "images": lambda kubectl: images_are_known(
@@ -224,11 +230,6 @@ def _claim(run: AgenticRun, kubectl: Kubectl) -> dict[str, Any] | None:
     name = _claim_name(run)
     claims: Objects = kubectl.json("persistentvolumeclaims")["items"] if name else []
     return next((item for item in claims if item["metadata"]["name"] == name), None)
-
-
-def _users_claim(run: AgenticRun, kubectl: Kubectl) -> dict[str, Any] | None:
-    claim = run.spec.storage.volume_claim if run.spec.storage else None
-    return _claim(run, kubectl) if claim and claim.claim_name else None
 
 
 def _volume(run: AgenticRun, kubectl: Kubectl) -> Finding:

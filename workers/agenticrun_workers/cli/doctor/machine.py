@@ -137,10 +137,14 @@ def run_here(run: AgenticRun, folder: Path) -> dict[str, Finding]:
     Args:
         folder: of the run's file, where `agenticrun run` looks for modules.
     """
+    engine, lack = run.spec.pipeline.actor_infer.strategy.name, ""
+    if engine != "transformers":
+        lack = _find_engines(run.spec.roles.of(run.spec.engine_role).gpus)[engine]
+    advice = "or train with --set pipeline.actorInfer.strategy.name=transformers"
     return {
         "memory": memory_suffices(run, psutil.virtual_memory().available),
         "GPUs": gpus_suffice(run, len(gpus())),
-        "engine": _engine_of(run),
+        "engine": failed(lack, advice) if lack else ok(engine),
         "model": model_is_reachable(run),
         "code": code_is_here(run, folder),
         "plan": plan_finding(run, pods=False),
@@ -179,15 +183,6 @@ def gpus_suffice(run: AgenticRun, cards: int) -> Finding:
     return failed(
         found, f"use a cluster or machine that has them, or take CPUs for a small model: {on_cpus}"
     )
-
-
-def _engine_of(run: AgenticRun) -> Finding:
-    name = run.spec.pipeline.actor_infer.strategy.name
-    if name == "transformers":
-        return ok(name)
-    if why := _find_engines(run.spec.roles.of(run.spec.engine_role).gpus)[name]:
-        return failed(why, "or train with --set pipeline.actorInfer.strategy.name=transformers")
-    return ok(name)
 
 
 def model_is_reachable(run: AgenticRun) -> Finding:

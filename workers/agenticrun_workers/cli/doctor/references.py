@@ -53,7 +53,18 @@ def references(run: AgenticRun) -> Iterator[Reference]:
         yield Reference("secret", name, f"spec.imagePullSecrets[{number}]", pulls_images=True)
     if spec.priority_class_name:
         yield Reference("priorityclass", spec.priority_class_name, "spec.priorityClassName")
-    yield from _of_code(run)
+    code = spec.code
+    if code and code.config_map:
+        yield Reference("configmap", code.config_map, "spec.code.configMap")
+    if code and code.git and code.git.secret_name:
+        over_http = code.git.url.startswith(("http://", "https://"))
+        keys = ("password",) if over_http else ("ssh-privatekey", "known_hosts")
+        yield Reference("secret", code.git.secret_name, "spec.code.git.secretName", keys)
+    if code and code.pip and code.pip.secret_name:
+        yield Reference("secret", code.pip.secret_name, "spec.code.pip.secretName")
+    if code and code.pip and code.pip.cache_claim_name:
+        field = "spec.code.pip.cacheClaimName"
+        yield Reference("persistentvolumeclaim", code.pip.cache_claim_name, field)
     claim = spec.storage.volume_claim if spec.storage else None
     if claim and claim.claim_name:
         field = "spec.checkpoint.volumeClaim.claimName"
@@ -63,23 +74,6 @@ def references(run: AgenticRun) -> Iterator[Reference]:
         yield Reference("storageclass", claim.storage_class_name, field)
     for role in (Role.DRIVER, *spec.roles.workers):
         yield from _of_role(run, role)
-
-
-def _of_code(run: AgenticRun) -> Iterator[Reference]:
-    code = run.spec.code
-    if code is None:
-        return
-    if code.config_map:
-        yield Reference("configmap", code.config_map, "spec.code.configMap")
-    if code.git and code.git.secret_name:
-        over_http = code.git.url.startswith(("http://", "https://"))
-        keys = ("password",) if over_http else ("ssh-privatekey", "known_hosts")
-        yield Reference("secret", code.git.secret_name, "spec.code.git.secretName", keys)
-    if code.pip and code.pip.secret_name:
-        yield Reference("secret", code.pip.secret_name, "spec.code.pip.secretName")
-    if code.pip and code.pip.cache_claim_name:
-        field = "spec.code.pip.cacheClaimName"
-        yield Reference("persistentvolumeclaim", code.pip.cache_claim_name, field)
 
 
 def _of_role(run: AgenticRun, role: Role) -> Iterator[Reference]:
