@@ -234,7 +234,16 @@ def running_reader(kubectl: Kubectl, pod: Manifest, output: OutputVolume) -> Ite
         Unreadable: the claim is gone.
         SourceError: the pod does not run within `START_SECONDS`; with the reason.
     """
-    _require_claim(kubectl, output)
+    if output.claim is not None:  # a pod would wait for a claim that does not exist
+        try:
+            claim = kubectl.json("persistentvolumeclaim", output.claim)
+        except SourceError as error:
+            # Other errors say nothing: one may be allowed to create pods, and not to read claims.
+            if "(NotFound)" in str(error):
+                raise Unreadable(f"{output} is gone, and the run's output with it") from None
+        else:
+            if claim["metadata"].get("deletionTimestamp"):
+                raise Unreadable(f"{output} is being deleted, so no new pod can mount it")
     name = pod["metadata"]["name"]
     try:
         kubectl.create(pod)
@@ -250,20 +259,6 @@ def running_reader(kubectl: Kubectl, pod: Manifest, output: OutputVolume) -> Ite
         yield name
     finally:
         _delete(kubectl, name)
-
-
-def _require_claim(kubectl: Kubectl, output: OutputVolume) -> None:
-    """Raise `Unreadable` if the claim does not exist. A pod would wait for it."""
-    if output.claim is None:
-        return
-    try:
-        claim = kubectl.json("persistentvolumeclaim", output.claim)
-    except SourceError as error:
-        if "(NotFound)" in str(error):
-            raise Unreadable(f"{output} is gone, and the run's output with it") from None
-        return  # one may be allowed to create pods, and not to read claims
-    if claim["metadata"].get("deletionTimestamp"):
-        raise Unreadable(f"{output} is being deleted, so no new pod can mount it")
 
 
 def _wait(kubectl: Kubectl, name: str, output: OutputVolume) -> None:
