@@ -321,6 +321,14 @@ class RankBatch:
             np.where(t.turns_T < 0, -1, t.turns_T + first)
             for t, first in zip(self.trajectories, first_turns, strict=True)
         ]
+        bootstrap_N = None
+        if self.bootstrap and self.values is not None:
+            # The value after the end of each truncated trajectory, 0 for the others.
+            ends = [sequences[-1] if len(sequences) else None for sequences in self._sequences]
+            bootstrap_N = np.zeros(len(self.trajectories))
+            for place, (trajectory, end) in enumerate(zip(self.trajectories, ends, strict=True)):
+                if end is not None and trajectory.stop_reason.truncated:
+                    bootstrap_N[place] = self.values[end][-1]
         return Tokens(
             cu_seqlens_S1=offsets(lengths_S),
             cu_trajectories_N1=offsets(lengths_N),
@@ -336,16 +344,5 @@ class RankBatch:
             values_L=None
             if self.values is None
             else joined([values_T1[:-1] for values_T1 in self.values], np.float32),
-            bootstrap_N=self._bootstraps(self.values)
-            if self.bootstrap and self.values is not None
-            else None,
-        )
-
-    def _bootstraps(self, values: list[FloatArray]) -> Floats:
-        """Return the value after the end of each truncated trajectory, 0 for the others."""
-        ends = [sequences[-1] if len(sequences) else None for sequences in self._sequences]
-        pairs = zip(self.trajectories, ends, strict=True)
-        return np.array(
-            [values[e][-1] if e is not None and t.stop_reason.truncated else 0.0 for t, e in pairs],
-            np.float64,
+            bootstrap_N=bootstrap_N,
         )

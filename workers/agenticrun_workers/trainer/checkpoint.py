@@ -322,7 +322,13 @@ def load_state(location: Location, state: ModuleState, progress: dict[str, int])
         "rng": {str(source): random},
     }
     _unwrapped(lambda: load_shards(whole, storage_reader=reader, no_dist=ranks == 1))
-    _set_random_state(whole["rng"][str(source)], None if source == rank else rank)
+    saved = whole["rng"][str(source)]
+    if source != rank:
+        torch.manual_seed(zlib.crc32(saved["cpu"].numpy().tobytes(), rank))
+    else:
+        torch.set_rng_state(saved["cpu"])
+        if "cuda" in saved:
+            torch.cuda.set_rng_state(saved["cuda"])
     return progress | record.progress
 
 
@@ -443,15 +449,6 @@ def architecture_of(module: nn.Module) -> str:
 def _random_state() -> dict[str, Tensor]:
     state = {"cpu": torch.get_rng_state()}
     return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state  # type: ignore[no-untyped-call]
-
-
-def _set_random_state(state: dict[str, Tensor], new_rank: int | None) -> None:
-    if new_rank is not None:
-        torch.manual_seed(zlib.crc32(state["cpu"].numpy().tobytes(), new_rank))
-        return
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _rank() -> tuple[int, int]:

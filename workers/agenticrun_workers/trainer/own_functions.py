@@ -31,7 +31,7 @@ from agenticrun_workers.plugins import PluginError, bound
 if TYPE_CHECKING:
     import torch
 
-    from agenticrun_workers.algorithms.losses import LossTokens, OwnLoss, RatioLevel
+    from agenticrun_workers.algorithms.losses import LossTokens, OwnLoss
 
 LOSS_FIELD = "spec.pipeline.algorithm.pgVariant"
 ESTIMATOR_FIELD = "spec.pipeline.algorithm.name"
@@ -64,24 +64,26 @@ def check_own_functions(pipeline: Pipeline) -> None:
     """
     algorithm = pipeline.algorithm
     if ":" in algorithm.pg_variant:
-        _check_loss(own_loss(algorithm), algorithm.ratio_type)
+        from agenticrun_workers.algorithms.losses import policy_loss
+
+        loss = own_loss(algorithm)
+        for count in (6, 0):  # a rank without samples computes the loss of no tokens
+            tokens = _tokens(count)
+            try:
+                loss_N = policy_loss(loss, algorithm.ratio_type, tokens).loss_N
+            except Exception as error:
+                said = f"{_said(loss.name, error)} (on a synthetic batch of {count} tokens)"
+                raise InvalidConfig(LOSS_FIELD, said) from error
+            if problem := _problem_of(loss_N, tokens.logprobs_N):
+                raise InvalidConfig(LOSS_FIELD, f"{loss.name} {problem}")
     if algorithm.name not in ESTIMATORS:
-        _check_estimator(algorithm, own_estimator(algorithm))
-
-
-def _check_loss(loss: OwnLoss, level: RatioLevel) -> None:
-    from agenticrun_workers.algorithms.losses import policy_loss
-
-    for count in (6, 0):  # a rank without samples computes the loss of no tokens
-        tokens = _tokens(count)
+        function = own_estimator(algorithm)
+        spec = CreditSpec(algorithm.name, algorithm.reward_placement, function=function)
         try:
-            loss_N = policy_loss(loss, level, tokens).loss_N
+            assign_credit(spec, _episodes())
         except Exception as error:
-            raise InvalidConfig(
-                LOSS_FIELD, f"{_said(loss.name, error)} (on a synthetic batch of {count} tokens)"
-            ) from error
-        if problem := _problem_of(loss_N, tokens.logprobs_N):
-            raise InvalidConfig(LOSS_FIELD, f"{loss.name} {problem}")
+            said = f"{_said(algorithm.name, error)} (on a synthetic batch of 4 trajectories)"
+            raise InvalidConfig(ESTIMATOR_FIELD, said) from error
 
 
 def _problem_of(loss_N: torch.Tensor, logprobs_N: torch.Tensor) -> str | None:
@@ -129,17 +131,6 @@ def _tokens(count: int) -> LossTokens:
         score_N=torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0])[:count],
         engine_logprobs_N=(old_N - 0.05)[:count],
     )
-
-
-def _check_estimator(algorithm: Algorithm, function: OwnEstimator) -> None:
-    spec = CreditSpec(algorithm.name, algorithm.reward_placement, function=function)
-    try:
-        assign_credit(spec, _episodes())
-    except Exception as error:
-        raise InvalidConfig(
-            ESTIMATOR_FIELD,
-            f"{_said(algorithm.name, error)} (on a synthetic batch of 4 trajectories)",
-        ) from error
 
 
 def _episodes() -> Episodes:

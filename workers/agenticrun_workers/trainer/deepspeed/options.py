@@ -130,7 +130,17 @@ class DeepSpeedOptions:
         zero = {"stage": 3, **_section("zero_optimization", config.get("zero_optimization", {}))}
         _check_zero(zero)
         own = {name: config[name] for name in OWN & config.keys()}
-        _check_own(own)
+        checkpoints = own.get("gradient_checkpointing", False)
+        if type(checkpoints) is not bool:
+            raise ValueError(
+                f"the option gradient_checkpointing must be true or false, not {checkpoints!r}"
+            )
+        elements = own.get("logits_chunk_elements", 1)
+        if type(elements) is not int or elements < 1:
+            raise ValueError(
+                "the option logits_chunk_elements must be a whole number of at least 1, not "
+                f"{elements!r}"
+            )
         passed = {name: config[name] for name in PASSED & config.keys()}
         return DeepSpeedOptions({**passed, "zero_optimization": zero}, zero["stage"], **own)
 
@@ -203,17 +213,3 @@ def _check_zero(zero: Mapping[str, Any]) -> None:
         }.items():
             if given:
                 raise ValueError(f"zero_optimization.{option} needs zero_optimization.stage 3")
-
-
-def _check_own(own: Mapping[str, Any]) -> None:
-    if type(own.get("gradient_checkpointing", False)) is not bool:
-        raise ValueError(
-            "the option gradient_checkpointing must be true or false, not "
-            f"{own['gradient_checkpointing']!r}"
-        )
-    elements = own.get("logits_chunk_elements", 1)
-    if type(elements) is not int or elements < 1:
-        raise ValueError(
-            "the option logits_chunk_elements must be a whole number of at least 1, not "
-            f"{elements!r}"
-        )
