@@ -33,6 +33,7 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
     results, stale = batch.results, every_trajectory(batch.counts.stale_episodes)
     response = sum(result.response_tokens for result in results)
     turns_K = np.concatenate([result.response_tokens_K for result in results])
+    good, bad = _by_tag(results), _by_tag(batch.counts.untrainable)
     return {
         **_spread("rollout/score", [result.score for result in results]),
         **_spread("rollout/turns", [result.turns for result in results]),
@@ -53,7 +54,11 @@ def rollout_metrics(batch: Batch, version: int) -> Metrics:
         "group/dropped": float(batch.counts.dropped),
         "group/stale": float(batch.counts.stale),
         "group/evicted_envs": float(len(batch.evicted)),
-        **_error_rates(results, batch.counts.untrainable),
+        # The share of episodes that cannot be trained on, for tags with such ones.
+        **{
+            f"group/error_rate/{tag}": len(failed) / (len(failed) + len(good[tag]))
+            for tag, failed in bad.items()
+        },
         # Everything that the policy did not sample, observations included.
         "tokens/prompt": float(sum(result.tokens for result in results) - response),
         "tokens/response": float(response),
@@ -264,15 +269,6 @@ def _of_envs(prefix: str, results: list[EpisodeResult]) -> Metrics:
             per_action = name.startswith("action_") and actions
             metrics[f"{prefix}/{tag}/{name}"] = value / (actions if per_action else episodes)
     return metrics
-
-
-def _error_rates(results: list[EpisodeResult], untrainable: list[EpisodeResult]) -> Metrics:
-    """Return the share of each tag's episodes that cannot be trained on, where there are any."""
-    good, bad = _by_tag(results), _by_tag(untrainable)
-    return {
-        f"group/error_rate/{tag}": len(failed) / (len(failed) + len(good[tag]))
-        for tag, failed in bad.items()
-    }
 
 
 def _by_tag(results: list[EpisodeResult]) -> dict[str, list[EpisodeResult]]:

@@ -392,7 +392,13 @@ def checked_step(answer: object) -> StepResult:
 
     The reward becomes a float. Raises `EnvFault`.
     """
-    result = _of_tuple(answer) if isinstance(answer, tuple) and len(answer) == 5 else answer
+    result = answer
+    if isinstance(answer, tuple) and len(answer) == 5:
+        observation, reward, terminated, truncated, info = answer
+        if not isinstance(info, Mapping):
+            raise _fault(f"step returned an info of {type(info).__name__}, not a mapping")
+        metrics, modes = info.get("metrics", {}), info.get("metrics_agg_mode", {})
+        result = StepResult(observation, reward, terminated, truncated, metrics, modes, info)
     if not isinstance(result, StepResult):
         raise _fault(
             f"step returned {type(answer).__name__}, neither a StepResult nor a tuple of five"
@@ -431,21 +437,6 @@ def checked_actions(answer: object) -> list[str]:
     ):
         raise _fault("valid_actions did not return a list of strings")
     return list(answer)
-
-
-def _of_tuple(answer: tuple[Any, Any, Any, Any, Any]) -> StepResult:
-    observation, reward, terminated, truncated, info = answer
-    if not isinstance(info, Mapping):
-        raise _fault(f"step returned an info of {type(info).__name__}, not a mapping")
-    return StepResult(
-        observation,
-        reward,
-        terminated,
-        truncated,
-        info.get("metrics", {}),
-        info.get("metrics_agg_mode", {}),
-        info,
-    )
 
 
 def _text(value: object, what: str) -> str:

@@ -56,23 +56,18 @@ def weights(bench: Bench) -> None:
             whole = [exported[each.name].view(torch.uint8).cpu() for each in held.bucket.tensors]
             wrong += not torch.equal(torch.from_numpy(held.data), torch.cat(whole))
         bench.exact("buckets that differ from the weights", wrong, at_most=0)
-        _registered(bench, mapped)
+        # Copies into shared memory that CUDA knows are the ceiling of an export.
+        if bench.gpu and not all(bucket.page_lock() for bucket in mapped):
+            raise RuntimeError("CUDA does not page-lock the shared memory")
+        targets = [torch.from_numpy(bucket.data) for bucket in mapped]
+        sources = [torch.zeros_like(target, device=bench.device) for target in targets]
 
+        def copy() -> None:
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
 
-def _registered(bench: Bench, buckets: list[MappedBucket]) -> None:
-    """Measure copies into shared memory that CUDA knows: the ceiling of an export."""
-    targets = [torch.from_numpy(bucket.data) for bucket in buckets]
-    sources = [torch.zeros_like(target, device=bench.device) for target in targets]
-    if bench.gpu and not all(bucket.page_lock() for bucket in buckets):
-        raise RuntimeError("CUDA does not page-lock the shared memory")
-
-    def copy() -> None:
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source, non_blocking=True)
-
-    taken = bench.seconds(copy)
-    rate = sum(target.numel() for target in targets) / taken / 1e9
-    bench.measure("copy into registered shared memory", rate, "GB/s", at_least=20)
+        rate = sum(target.numel() for target in targets) / bench.seconds(copy) / 1e9
+        bench.measure("copy into registered shared memory", rate, "GB/s", at_least=20)
 
 
 def engine(bench: Bench) -> None:

@@ -129,7 +129,16 @@ def read_limits(folder: Path) -> tuple[int, int | None]:
         raise UnusableModel(
             f"{folder}/config.json has no vocab_size: it is not a causal language model of text"
         )
-    return int(config["vocab_size"]), config.get(_context_key(config))
+    key = usual = "max_position_embeddings"
+    if usual not in config and "model_type" in config:
+        # Only for a config without the usual name: the import takes seconds.
+        from transformers import CONFIG_MAPPING
+
+        # Custom model code maps its own names, if at all.
+        if config["model_type"] in CONFIG_MAPPING:
+            names: dict[str, str] = CONFIG_MAPPING[config["model_type"]].attribute_map
+            key = names.get(usual, next((key for key in CONTEXT_KEYS if key in config), usual))
+    return int(config["vocab_size"]), config.get(key)
 
 
 def shapes_of_file(file: Path) -> dict[str, tuple[int, ...]]:
@@ -235,23 +244,6 @@ class UpdateCheck:
                 f"the new weights lack {len(self._missing)} parameters, {min(self._missing)} "
                 "among them"
             )
-
-
-def _context_key(config: Mapping[str, Any]) -> str:
-    """Return the name that this type of model uses for its longest sequence.
-
-    transformers is imported only for a config without the usual name: it takes seconds.
-    """
-    usual = "max_position_embeddings"
-    if usual in config or "model_type" not in config:
-        return usual
-    from transformers import CONFIG_MAPPING
-
-    # Custom model code maps its own names, if at all.
-    if config["model_type"] not in CONFIG_MAPPING:
-        return usual
-    names: dict[str, str] = CONFIG_MAPPING[config["model_type"]].attribute_map
-    return names.get(usual, next((key for key in CONTEXT_KEYS if key in config), usual))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

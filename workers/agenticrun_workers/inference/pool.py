@@ -9,8 +9,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -354,30 +353,24 @@ class EnginePool:
         # Waits until a pod has room; only then does the start count as using the devices.
         handle = await self._spawn(engine_id, slot.number)
         with killed_on_error(handle):
-            async with self._uses_devices():
+            # `sleep` may clear it again between the wake-up and our turn.
+            while not self._awake.is_set():
+                await self._awake.wait()
+            self._starting += 1
+            self._none_starts.clear()
+            try:
                 if self._start_engine is not None:
                     await self._start_engine(handle, slot.number)
                 death = await self._join(engine_id, handle)
+            finally:
+                self._starting -= 1
+                if not self._starting:
+                    self._none_starts.set()
         self.engines[engine_id] = handle
         slot.engine_id = engine_id
         self._keep(slot, partial(self._watch, slot, engine_id, death))
         # Last, so that clients never ask an engine that is not being watched.
         await self._tell()
-
-    @asynccontextmanager
-    async def _uses_devices(self) -> AsyncIterator[None]:
-        """Begin when the engines have the devices. `sleep` waits until the `with` block ends."""
-        # `sleep` may clear it again between the wake-up and our turn.
-        while not self._awake.is_set():
-            await self._awake.wait()
-        self._starting += 1
-        self._none_starts.clear()
-        try:
-            yield
-        finally:
-            self._starting -= 1
-            if not self._starting:
-                self._none_starts.set()
 
     async def _join(
         self, engine_id: str, handle: ActorHandle[EngineActor]

@@ -133,31 +133,25 @@ def _sending(method: Any) -> Any:
 
 @contextmanager
 def _clean_errors() -> Iterator[None]:
+    """Clean the texts of an error, and of its causes, in place."""
     try:
         yield
     except Exception as error:
-        raise _clean(error)  # noqa: B904  (the same error, or one instead of it)
-
-
-def _clean(error: Exception) -> Exception:
-    """Clean the texts of an error, and of its causes, in place."""
-    if _is_utf8(error):
-        return error
-    part: BaseException | None = error
-    # Causes can form a circle.
-    seen: set[int] = set()
-    while part is not None and id(part) not in seen:
-        seen.add(id(part))
-        part.args = tuple(clean_text(arg) if isinstance(arg, str) else arg for arg in part.args)
-        texts = {name: value for name, value in vars(part).items() if isinstance(value, str)}
-        vars(part).update({name: clean_text(text) for name, text in texts.items()})
-        part = part.__cause__ or part.__context__
-    if _is_utf8(error):
-        return error
-    # Its text is made of something else, such as a path.
-    plain = RuntimeError(clean_text(f"{type(error).__name__}: {error}"))
-    plain.__suppress_context__ = True
-    return plain
+        if _is_utf8(error):
+            raise
+        part: BaseException | None = error
+        # Causes can form a circle.
+        seen: set[int] = set()
+        while part is not None and id(part) not in seen:
+            seen.add(id(part))
+            part.args = tuple(clean_text(arg) if isinstance(arg, str) else arg for arg in part.args)
+            texts = {name: value for name, value in vars(part).items() if isinstance(value, str)}
+            vars(part).update({name: clean_text(text) for name, text in texts.items()})
+            part = part.__cause__ or part.__context__
+        if _is_utf8(error):
+            raise
+        # Its text is made of something else, such as a path.
+        raise RuntimeError(clean_text(f"{type(error).__name__}: {error}")) from None
 
 
 def _is_utf8(error: Exception) -> bool:

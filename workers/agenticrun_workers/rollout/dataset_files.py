@@ -86,7 +86,28 @@ def read_splits(spec: DatasetSpec, field: str) -> dict[str, Rows]:
         raise InvalidConfig(f"{field}.types", NO_TYPES)
     if len(found) > 1:
         raise InvalidConfig(f"{field}.path", f"{spec.path} matches several folders: name one")
-    return _from_folder(found[0], field) if found else _from_hub(spec.path, field)
+    if not found:
+        try:
+            return _by_name(_library().load_dataset(spec.path))
+        except FileNotFoundError as error:
+            raise InvalidConfig(
+                f"{field}.path",
+                f"{spec.path} is neither a file or folder on the env pods nor on the hub: {error}",
+            ) from error
+        except ConnectionError as error:
+            raise RolloutFailed(
+                f"{field}.path: {spec.path} is no file or folder on the env pods, "
+                f"and the hub does not answer: {error}"
+            ) from error
+    try:
+        loaded = _library().load_from_disk(found[0])
+    except (FileNotFoundError, ValueError) as error:
+        message = (
+            f"{found[0]} is no folder that save_to_disk wrote; "
+            f"name plain files with a glob, for example {found[0]}/*.jsonl"
+        )
+        raise InvalidConfig(f"{field}.path", message) from error
+    return _by_name(loaded)
 
 
 def _find(path: str) -> list[str]:
@@ -149,33 +170,6 @@ def _library() -> Any:
 
     hf.disable_progress_bars()
     return hf
-
-
-def _from_folder(path: str, field: str) -> dict[str, Rows]:
-    try:
-        loaded = _library().load_from_disk(path)
-    except (FileNotFoundError, ValueError) as error:
-        message = (
-            f"{path} is no folder that save_to_disk wrote; "
-            f"name plain files with a glob, for example {path}/*.jsonl"
-        )
-        raise InvalidConfig(f"{field}.path", message) from error
-    return _by_name(loaded)
-
-
-def _from_hub(name: str, field: str) -> dict[str, Rows]:
-    try:
-        return _by_name(_library().load_dataset(name))
-    except FileNotFoundError as error:
-        raise InvalidConfig(
-            f"{field}.path",
-            f"{name} is neither a file or folder on the env pods nor on the hub: {error}",
-        ) from error
-    except ConnectionError as error:
-        raise RolloutFailed(
-            f"{field}.path: {name} is no file or folder on the env pods, "
-            f"and the hub does not answer: {error}"
-        ) from error
 
 
 def _by_name(loaded: hf.Dataset | hf.DatasetDict) -> dict[str, Rows]:

@@ -177,23 +177,18 @@ class Session:
     def _refusal(self, data: Mapping[str, Any]) -> Exception:
         code, message = str(data.get("code", "")), str(data.get("message", ""))
         if code != NO_PLACE:
-            return Refused(code, _details(data) or message)
+            errors = data.get("errors")
+            # What pydantic says about each field of an invalid action.
+            details = (
+                f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg', '')}"
+                for each in (errors if isinstance(errors, list) else ())
+                if isinstance(each, dict)
+            )
+            return Refused(code, "; ".join(part.removeprefix(": ") for part in details) or message)
         return AtCapacity(
             f"{self._server.url} has {data.get('max_sessions', 'too few')} places for sessions, "
             "all taken: raise max_concurrent_envs of the server, or lower envs[].maxConcurrent"
         )
-
-
-def _details(data: Mapping[str, Any]) -> str:
-    """Return what pydantic says about each field of an invalid action."""
-    errors = data.get("errors")
-    if not isinstance(errors, list):
-        return ""
-    return "; ".join(
-        f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg', '')}".removeprefix(": ")
-        for each in errors
-        if isinstance(each, dict)
-    )
 
 
 def _fault(message: str) -> EnvFault:

@@ -55,8 +55,15 @@ class Page:
         if mode == "text":
             return " [SEP] ".join(piece.text.strip() for piece in pieces)
         clicked = [piece.text for piece in pieces if piece.kind == "option" and piece.clicked]
-        notes = [f"You have clicked {text}.\n" for text in reversed(clicked)]
-        return "".join([*notes, *(_rich(piece) + "\n" for piece in pieces)])
+        lines = [f"You have clicked {text}.\n" for text in reversed(clicked)]
+        for piece in pieces:
+            line = piece.text
+            if piece.kind != "text":
+                button = "clicked button" if piece.clicked else "button"
+                before = {"button": "", "product": "\n", "option": "  "}[piece.kind]
+                line = f"{before}[{button}] {piece.text} [{button}_]"
+            lines.append(f"{line}\n")
+        return "".join(lines)
 
 
 def search_page(instruction: str) -> Page:
@@ -136,14 +143,3 @@ def _instruction(text: str) -> list[Piece]:
 
 def _under(instruction: str) -> list[Piece]:
     return [*_instruction(instruction), Piece("button", BACK_TO_SEARCH), Piece("button", PREVIOUS)]
-
-
-def _rich(piece: Piece) -> str:
-    if piece.kind == "text":
-        return piece.text
-    button = (
-        f"[clicked button] {piece.text} [clicked button_]"
-        if piece.clicked
-        else f"[button] {piece.text} [button_]"
-    )
-    return {"button": "", "product": "\n", "option": "  "}[piece.kind] + button
