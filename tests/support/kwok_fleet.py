@@ -291,16 +291,29 @@ class KwokFleet:
 
         async def client() -> None:
             for document in left:
-                answer = await self._kube.raw("POST", path, body=document, timeout=SECONDS)
-                assert answer.status == 201, answer
+                await self._send("POST", path, body=document)
 
         await asyncio.gather(*(client() for _ in range(CLIENTS)))
 
     async def delete_all(self) -> None:
         """Delete the runs and jobs, and wait until nothing is left of them."""
         for path in (object_path(KIND, NAMESPACE), RAY_JOBS):
-            await self._kube.raw("DELETE", path, timeout=SECONDS)
+            await self._send("DELETE", path)
+        # KubeRay does not let go of a job that it cannot stop, and there is none.
+        for job in (await self._send("GET", RAY_JOBS))["items"]:
+            await self._send(
+                "PATCH",
+                f"{RAY_JOBS}/{job['metadata']['name']}",
+                body={"metadata": {"finalizers": None}},
+                headers={"Content-Type": "application/merge-patch+json"},
+            )
         await self.until(lambda: not (self.shown or self.clusters or self.pods), "all are gone")
+
+    async def _send(self, method: str, path: str, **arguments: Any) -> Manifest:
+        answer = await self._kube.raw(method, path, timeout=SECONDS, **arguments)
+        assert answer.status < 300, (path, answer)
+        found: Manifest = json.loads(answer.body)
+        return found
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for what the watches show."""
