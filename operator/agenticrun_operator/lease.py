@@ -75,6 +75,7 @@ class Leadership:
         self._overdue: asyncio.TimerHandle | None = None
         """Ends leadership unless the lease is renewed before."""
         self.held = asyncio.Event()
+        metrics.LEADER.labels(lease=name).set(0)
 
     async def run(self) -> None:
         """Acquire and renew the lease until cancelled."""

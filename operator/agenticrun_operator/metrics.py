@@ -106,6 +106,7 @@ UNREADABLE_RUNS = Gauge(
 HEADS_UNREACHABLE = Gauge(
     "agenticrun_operator_unreachable_heads", "Runs whose head did not answer the last request."
 )
+SHARDS = Gauge("agenticrun_operator_shards", "Parts of all runs, each with a lease of its own.")
 LEADER = Gauge(
     "agenticrun_operator_leader", "1 while this process holds the lease, else 0.", ["lease"]
 )

@@ -22,12 +22,14 @@ from agenticrun_operator.workqueue import Key
 
 log = logging.getLogger(__name__)
 
-INTERVAL_SECONDS = 2.0
+INTERVAL_SECONDS = 1.0
 """Shortest time between two questions: changes that follow each other are one piece of news, and a
 reporter of an earlier version, which holds no question, is not asked more often."""
 JOB_SECONDS = 15.0
 """Age at which Ray's answer about the job is too old. The reporter tells sooner that a driver has
 ended."""
+AGAIN_SECONDS = 60.0
+"""Time without a watch after a reporter has not answered a question that it was to hold."""
 UNSEEN_SECONDS = 60.0
 """Time without a look after which a watch ends: another operator leads now."""
 
@@ -61,16 +63,20 @@ class ProgressWatches:
         self._look = look
         self._watches: dict[str, _Watch] = {}
         """By the run's uid."""
+        self._again_at: dict[str, float] = {}
+        """Times before which runs are not watched, by uid."""
 
     async def job(self, head: HeadAddress, submission_id: str) -> Job | NoJob | Unreachable:
         """Return the job as `Head.job` does, at most `JOB_SECONDS` old while the run is watched."""
         watch = self._answering(head)
-        if watch and watch.progress.submission_id == submission_id:
-            return watch.job
-        return await self._head.job(head, submission_id)
+        if watch is None or watch.progress.submission_id != submission_id:
+            return await self._head.job(head, submission_id)
+        # A silence is shown at once: Ray may hang as well, and the look would wait for it.
+        known = watch.silence or _now() < watch.job_at + JOB_SECONDS
+        return watch.job if known else await self._head.job(head, submission_id)
 
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
-        """Return the newest snapshot as `Head.progress` does, without a request if it is known."""
+        """Return the newest snapshot as `Head.progress` does, without a request while watched."""
         if watch := self._answering(head):
             return watch.silence or watch.progress
         return await self._head.progress(head)
@@ -81,12 +87,11 @@ class ProgressWatches:
         if watch is None or watch.head != head:
             return None
         watch.looked_at = _now()
-        # A silence is shown at once: Ray may hang as well, and the look would wait for it.
         lives = watch.task is not None and not watch.task.done()
-        return watch if watch.silence or (lives and _now() < watch.job_at + JOB_SECONDS) else None
+        return watch if watch.silence or lives else None
 
     def doubt(self, run_uid: str) -> None:
-        """Let the next look at a run ask its head: something has changed."""
+        """Let the next look at a run ask Ray: something has changed."""
         if watch := self._watches.get(run_uid):
             watch.job_at = float("-inf")
 
@@ -100,22 +105,27 @@ class ProgressWatches:
         """
         uid, now = run.metadata.uid, _now()
         answers = _training(run, observed)
-        if answers is None or not isinstance(head, HeadAddress):
-            self.forget(uid)
+        waits = now < self._again_at.get(uid, now)
+        if answers is None or waits or not isinstance(head, HeadAddress):
+            self._end(uid)
             return False
         job, progress = answers
         watch = self._watches.get(uid)
         if watch is None or watch.head != head or watch.task is None or watch.task.done():
-            self.forget(uid)
+            self._end(uid)
             watch = self._watches[uid] = _Watch(head, job, now, progress, now)
             name = f"progress {'/'.join(run.key)}"
             watch.task = asyncio.create_task(self._follow(run.key, watch), name=name)
         elif job is not watch.job:  # the look has asked
-            watch.job, watch.job_at, watch.progress = job, now, progress
+            watch.job, watch.job_at = job, now
         return True
 
     def forget(self, run_uid: str) -> None:
-        """End the watch of a run, if there is one."""
+        """Forget a run that is gone or has ended."""
+        self._end(run_uid)
+        self._again_at.pop(run_uid, None)
+
+    def _end(self, run_uid: str) -> None:
         watch = self._watches.pop(run_uid, None)
         if watch and watch.task:
             watch.task.cancel()
@@ -124,7 +134,7 @@ class ProgressWatches:
         """End all watches."""
         tasks = [watch.task for watch in self._watches.values() if watch.task]
         for uid in list(self._watches):
-            self.forget(uid)
+            self._end(uid)
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, key: Key, watch: _Watch) -> None:
@@ -135,16 +145,16 @@ class ProgressWatches:
                 answer = await self._head.progress(watch.head, after=before)
                 if isinstance(answer, Unreachable):
                     watch.silence = answer
+                    self._again_at[watch.head.run_uid] = _now() + AGAIN_SECONDS
                 if not isinstance(answer, Progress) or not _goes_on(answer, before):
                     break
-                # A look that has asked in between may have a newer answer.
-                if watch.progress is before or answer.sequence > watch.progress.sequence:
-                    watch.progress = answer.masked()
-                    if answer.sequence != before.sequence:
-                        self._look(key)
+                watch.progress = answer.masked()
+                if answer.sequence != before.sequence:
+                    self._look(key)
                 await asyncio.sleep(asked_at + INTERVAL_SECONDS - _now())
         except Exception:  # a bug here must not leave the run without looks
             log.exception("the progress of %s cannot be watched", "/".join(key))
+            self._again_at[watch.head.run_uid] = _now() + AGAIN_SECONDS
         self._look(key)
 
 

@@ -101,6 +101,7 @@ class OperatorRuntime:
         # Before the watches, which enqueue from their first list on.
         self._reconcile_workers.start()
         metrics.SLOTS.set(settings.workers)
+        metrics.SHARDS.set(settings.part.count)
         metrics.MEMORY_LIMIT.set(metrics.memory_limit())
         metrics.FOLLOWED_RUNS.set_function(lambda: len(self._reconciler.known_keys()))
         metrics.QUEUE_LENGTH.set_function(lambda: len(self._queue))

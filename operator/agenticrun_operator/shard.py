@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 
 from agenticrun_api import names
-from agenticrun_operator.resources import Manifest
+from agenticrun_operator.resources import CLAIM_KIND, Manifest
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Shard:
 
     def sees(self, kind: str, item: Manifest) -> bool:
         """Return True unless a run, or an object with a run's labels, is of another part."""
+        if kind == CLAIM_KIND:  # it outlives its run, and keeps the run's uid
+            return True
         metadata = item["metadata"]
         labels = metadata.get("labels") or {}
         uid = metadata.get("uid") if kind == names.KIND else labels.get(names.LABEL_RUN_UID)

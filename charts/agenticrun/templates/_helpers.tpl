@@ -8,13 +8,22 @@ agenticrun-operator
 {{- with .Values.watchNamespaces }}-{{ sortAlpha . | join "," | sha256sum | trunc 10 }}{{ end }}
 {{- end -}}
 
-{{/* The names of all Leases, in quotes: one for each shard. */}}
-{{- define "agenticrun.leases" -}}
-{{- $lease := include "agenticrun.lease" . -}}
-{{- if eq (int .Values.shards) 1 }}{{ quote $lease }}{{ end -}}
-{{- if gt (int .Values.shards) 1 -}}
-{{- range $shard := until (int .Values.shards) }}{{ if $shard }}, {{ end }}{{ printf "%s-%d" $lease $shard | quote }}{{ end }}
+{{/*
+What the names of a shard's Deployment and Lease end with, for (list $ shard); nothing with one shard. The Lease has the number of shards as
+well: operators of another number may not renew theirs, and stop.
+*/}}
+{{- define "agenticrun.shardSuffix" -}}
+{{- if gt (int (index . 0).Values.shards) 1 }}-{{ index . 1 }}{{ end -}}
 {{- end -}}
+
+{{- define "agenticrun.shardLease" -}}
+{{- include "agenticrun.lease" (index . 0) -}}
+{{- with include "agenticrun.shardSuffix" . }}{{ . }}-of-{{ (index $ 0).Values.shards }}{{ end -}}
+{{- end -}}
+
+{{/* The names of all Leases, in quotes. */}}
+{{- define "agenticrun.leases" -}}
+{{- range $shard := until (int .Values.shards) }}{{ if $shard }}, {{ end }}{{ include "agenticrun.shardLease" (list $ $shard) | quote }}{{ end -}}
 {{- end -}}
 
 {{/*
@@ -30,6 +39,14 @@ serves all namespaces, because the installer may then make objects that belong t
 {{- define "agenticrun.selector" -}}
 app.kubernetes.io/name: agenticrun
 app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* The labels of the pods of a shard, for (list $ shard). */}}
+{{- define "agenticrun.shardSelector" -}}
+{{- include "agenticrun.selector" (index . 0) -}}
+{{- if include "agenticrun.shardSuffix" . }}
+agenticrun.dev/shard: {{ index . 1 | quote }}
+{{- end }}
 {{- end -}}
 
 {{- define "agenticrun.labels" -}}
@@ -48,7 +65,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if eq (int .Values.metrics.port) (int .Values.probes.port) -}}
 {{- fail (printf "metrics.port and probes.port are both %d: choose two ports" (int .Values.metrics.port)) -}}
 {{- end -}}
-{{- $ours := fromYaml (include "agenticrun.labels" .) -}}
+{{- $ours := set (fromYaml (include "agenticrun.labels" .)) "agenticrun.dev/shard" "" -}}
 {{- range $label, $_ := .Values.podLabels -}}
 {{- if hasKey $ours $label -}}
 {{- fail (printf "podLabels.%s: the chart sets this label itself: leave it out" $label) -}}
@@ -61,7 +78,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- .Values.operatorKey.existingSecret | default (printf "%s-operator-key" (include "agenticrun.name" .)) -}}
 {{- end -}}
 
-{{/* The affinity of the operator's pods, where values.affinity has nothing else: two of them on two nodes, if there are two. */}}
+{{/* The affinity of a shard's pods, where values.affinity has nothing else: two of them on two nodes, if there are two. For (list $ shard). */}}
 {{- define "agenticrun.affinity" -}}
 podAntiAffinity:
   preferredDuringSchedulingIgnoredDuringExecution:
@@ -69,13 +86,13 @@ podAntiAffinity:
       podAffinityTerm:
         topologyKey: kubernetes.io/hostname
         labelSelector:
-          matchLabels: {{- include "agenticrun.selector" . | nindent 12 }}
-{{- if gt (len .Values.architectures) 1 }}
+          matchLabels: {{- include "agenticrun.shardSelector" . | nindent 12 }}
+{{- if gt (len (index . 0).Values.architectures) 1 }}
 nodeAffinity:
   requiredDuringSchedulingIgnoredDuringExecution:
     nodeSelectorTerms:
       - matchExpressions:
-          - {key: kubernetes.io/arch, operator: In, values: {{ toJson .Values.architectures }}}
+          - {key: kubernetes.io/arch, operator: In, values: {{ toJson (index . 0).Values.architectures }}}
 {{- end }}
 {{- end -}}
 

@@ -41,7 +41,7 @@ from agenticrun_operator.shard import ALL_RUNS, Shard
 
 REPORTER_SECONDS = 4.0
 """Timeout of a question to the reporter, which answers from memory."""
-HOLD_SECONDS = 4.0
+HOLD_SECONDS = 3.0
 """Time for which the reporter may hold a question without news. With its timeout, the status shows
 within 10 s that a head hangs."""
 RAY_SECONDS = 8.0

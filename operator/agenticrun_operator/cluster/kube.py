@@ -323,10 +323,13 @@ class KubeClient:
                 if response.status != 200:
                     _read_answer(Response(response.status, await response.read()), f"watch {path}")
                 events = _watch_events(response.content)
+                # One that has got the label of another shard's run is gone from this shard.
                 yield (
-                    (type_, item)
+                    (
+                        type_ if type_ == "BOOKMARK" or self._shard.sees(kind, item) else "DELETED",
+                        item,
+                    )
                     async for type_, item in events
-                    if type_ == "BOOKMARK" or self._shard.sees(kind, item)
                 )
         except (TimeoutError, aiohttp.ClientError) as error:
             raise errors.WatchBroken(

@@ -104,8 +104,8 @@ async def test_a_snapshot_that_is_known_is_in_the_question_for_another_one() -> 
     assert isinstance(answer, Progress)
     assert answer.sequence == 8
     ((_, _, path, _, _),) = transport.asked
-    assert path == "/progress?submissionId=lake-1&sequence=7&waitSeconds=4.0"
-    assert transport.timeout > 4.0
+    assert path == "/progress?submissionId=lake-1&sequence=7&waitSeconds=3.0"
+    assert transport.timeout > 3.0
 
 
 async def test_what_a_head_says_shows_no_secrets() -> None:

@@ -112,7 +112,7 @@ def test_a_run_without_news_is_looked_at_three_times_a_minute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "most_looks"), [(1.0, 31), (5.0, 26), (20.0, 10), (60.0, 6)]
+    ("step_seconds", "most_looks"), [(1.0, 80), (5.0, 26), (20.0, 10), (60.0, 6)]
 )
 def test_each_step_is_in_the_status_four_seconds_later(
     step_seconds: float, most_looks: float
@@ -142,7 +142,7 @@ def test_a_reporter_that_holds_no_question_is_asked_as_often_as_before() -> None
 
     async def scenario(run: Watched) -> None:
         await asyncio.sleep(60 * MINUTES)
-        assert run.world.requests.count("get progress") <= 36 * MINUTES
+        assert run.world.requests.count("get progress") <= 66 * MINUTES
         assert len(run.looks) <= 4 * MINUTES
         run.drive(2)
         assert await run.shows(2) <= 4
@@ -211,6 +211,43 @@ def test_what_ends_a_watch_is_in_the_status_soon(
             looks = len(run.looks)
             await asyncio.sleep(60)
             assert len(run.looks) - looks > 5, "the looks ask themselves, as often as before"
+
+    on_watched(scenario)
+
+
+def test_a_slow_answer_of_ray_delays_no_news() -> None:
+    async def scenario(run: Watched) -> None:
+        job = run.world.job
+
+        async def slow(*arguments: Any) -> Any:
+            await asyncio.sleep(6)
+            return await job(*arguments)
+
+        run.world.job = slow  # type: ignore[method-assign, assignment]
+        for step in range(2, 30):
+            await asyncio.sleep(7)
+            run.drive(step)
+            assert await run.shows(step) <= 12
+
+    on_watched(scenario)
+
+
+def test_a_bug_in_a_watch_costs_one_look_a_minute_at_most() -> None:
+    async def scenario(run: Watched) -> None:
+        progress = run.world.progress
+
+        async def broken(head: Any, after: Any = None) -> Any:
+            if after:
+                raise RuntimeError("a bug")
+            return await progress(head)
+
+        run.world.progress = broken  # type: ignore[method-assign]
+        await asyncio.sleep(60)
+        run.looks.clear()
+        await asyncio.sleep(600)
+        assert len(run.looks) <= 30 * 10 + 10, "it is looked at as often as without a watch"
+        run.drive(2)
+        assert await run.shows(2) <= 4
 
     on_watched(scenario)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 
 from agenticrun_api.names import KIND, LABEL_RUN_UID
+from agenticrun_operator.resources import CLAIM_KIND
 from agenticrun_operator.settings import Settings
 from agenticrun_operator.shard import ALL_RUNS, Shard
 from operator_world import Operator, World, training
@@ -28,6 +29,11 @@ def test_shards_have_about_the_same_number_of_runs() -> None:
     found = Counter(next(n for n in range(8) if Shard(n, 8).has(uid)) for uid in uids)
     assert min(found.values()) > 800
     assert max(found.values()) < 1200
+
+
+def test_a_claim_is_seen_that_an_earlier_run_of_the_name_has_left() -> None:
+    claim = {"metadata": {"uid": "x", "labels": {LABEL_RUN_UID: "of an earlier run"}}}
+    assert all(Shard(number, 2).sees(CLAIM_KIND, claim) for number in (0, 1))
 
 
 @given(st.uuids())

@@ -11,11 +11,12 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client
 
-from agenticrun_api.names import KIND, LABEL_RUN
+from agenticrun_api.names import KIND, LABEL_RUN, LABEL_RUN_UID
 from agenticrun_operator import metrics, watches
 from agenticrun_operator.cluster import KubeClient
 from agenticrun_operator.cluster import kube as kube_client
 from agenticrun_operator.errors import NamespaceGone, NotServed
+from agenticrun_operator.shard import Shard
 from agenticrun_operator.watch_cache import WatchCache
 from agenticrun_operator.watches import Watch
 from agenticrun_operator.workqueue import Key
@@ -354,6 +355,19 @@ async def test_long_lists_are_read_in_pages(
     stub.names += [("green", f"run-{number}") for number in range(5)]
     assert await kube.list_run_keys() == stub.names
     assert stub.lists.count("/apis/agenticrun.dev/v1alpha1/namespaces/green/agenticruns") == 3
+
+
+async def test_an_object_that_gets_the_label_of_another_shards_run_is_gone(
+    stub: StubApiserver, kube: KubeClient
+) -> None:
+    own, other = (next(u for u in map(str, range(99)) if Shard(n, 2).has(u)) for n in range(2))
+    kube = KubeClient(kube._api, ["blue"], Shard(0, 2))
+    async with kube.watch_objects("Pod", "blue", None, "1") as events:
+        for uid in (own, other, own):
+            item = stub._item("blue", "pod")
+            item["metadata"]["labels"][LABEL_RUN_UID] = uid
+            await stub.say("MODIFIED", item)
+        assert [(await anext(events))[0] for _ in range(3)] == ["MODIFIED", "DELETED", "MODIFIED"]
 
 
 async def test_runs_of_the_other_namespaces_are_listed(
