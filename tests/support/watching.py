@@ -14,6 +14,8 @@ from typing import Any
 
 from testcluster import Cluster
 
+RESTART_SECONDS = 0.5
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -55,17 +57,19 @@ class Watch:
         self._name = name
         self._changed = threading.Condition()
         self._history: list[Seen] = []
+        self._over = False
 
     def __enter__(self) -> Watch:
-        selected = ("--field-selector", f"metadata.name={self._name}")
-        command = ["kubectl", "-n", self._cluster.namespace, "get", "agenticruns", *selected]
-        command += ["-o", "json", "--watch", "--output-watch-events"]
-        self._process = subprocess.Popen(
-            command, env=self._cluster.env, stdout=subprocess.PIPE, text=True
-        )
+        self._process = self._kubectl()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         return self
+
+    def _kubectl(self) -> subprocess.Popen[str]:
+        selected = ("--field-selector", f"metadata.name={self._name}")
+        command = ["kubectl", "-n", self._cluster.namespace, "get", "agenticruns", *selected]
+        command += ["-o", "json", "--watch", "--output-watch-events"]
+        return subprocess.Popen(command, env=self._cluster.env, stdout=subprocess.PIPE, text=True)
 
     def __exit__(
         self,
@@ -73,11 +77,10 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._process.terminate()
-        self._process.wait()
+        with self._changed:
+            self._over = True
+            self._process.terminate()
         self._thread.join()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
 
     @property
     def history(self) -> list[Seen]:
@@ -128,15 +131,25 @@ class Watch:
         )
 
     def _read(self) -> None:
-        """kubectl writes one event per line."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            event = json.loads(line)
-            if event["type"] not in ("ADDED", "MODIFIED"):
-                continue
-            document = event["object"]
+        version = ""
+        while True:
+            with self._process as kubectl:
+                assert kubectl.stdout is not None
+                for line in kubectl.stdout:  # one event per line
+                    event: Any = json.loads(line) if line.endswith("\n") else {"type": "cut off"}
+                    if event["type"] not in ("ADDED", "MODIFIED"):
+                        continue
+                    metadata = event["object"]["metadata"]
+                    if metadata["resourceVersion"] == version:
+                        continue
+                    version = metadata["resourceVersion"]
+                    status = event["object"].get("status", {})
+                    with self._changed:
+                        self._history.append(Seen(time.time(), metadata["uid"], status))
+                        self._changed.notify_all()
+            # An apiserver that does not answer for a while ends kubectl's watch.
+            time.sleep(RESTART_SECONDS)
             with self._changed:
-                self._history.append(
-                    Seen(time.time(), document["metadata"]["uid"], document.get("status", {}))
-                )
-                self._changed.notify_all()
+                if self._over:
+                    return
+                self._process = self._kubectl()
