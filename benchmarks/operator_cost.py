@@ -9,13 +9,13 @@ without the fake apiserver's own, on a fake clock:
 
 - `cpu_ms_per_look`: a Running run without a new step, the reads every 20 s included; the best of
   several rounds, because other processes disturb the slower ones.
-- `looks_per_second`: its inverse, for one core. A run is looked at every 2 s.
+- `looks_per_second`: its inverse, for one core. A run that is polled is looked at every 2 s.
 - `cpu_ms_per_look_with_a_step`: each look finds a new step; the status writes included.
 - `cpu_ms_per_look_with_http`: in real time, with the two HTTP requests to the head, from a head
   in another process.
-- `operator_cores_1000`: that of 1,000 runs, by the CPU of one with a step a minute, with its
-  requests to the head and its NetworkPolicies. Without what the apiserver's client does for a
-  status write.
+- `operator_cores_1000`: that of 1,000 runs that are polled, as through the apiserver's proxy, by
+  the CPU of one with a step a minute, with its requests to the head and its NetworkPolicies.
+  Without what the apiserver's client does for a status write. many_runs.py has that of long polls.
 - `look_ms_1000_pods`: a look after an event of one of 1,000 pods, its reading included.
 
 Requests go to the apiserver, without watches: per look, per pod event, and per minute for a

@@ -48,6 +48,11 @@ class _Watch:
     silence: Unreachable | None = None
     """Set once the reporter has not answered. The next look reports it."""
 
+    @property
+    def asks(self) -> bool:
+        """True while its task asks the reporter."""
+        return self.task is not None and not self.task.done()
+
 
 class ProgressWatches:
     """The open questions to reporters, one for each run that trains."""
@@ -87,8 +92,7 @@ class ProgressWatches:
         if watch is None or watch.head != head:
             return None
         watch.looked_at = _now()
-        lives = watch.task is not None and not watch.task.done()
-        return watch if watch.silence or lives else None
+        return watch if watch.silence or watch.asks else None
 
     def doubt(self, run_uid: str) -> None:
         """Let the next look at a run ask Ray: something has changed."""
@@ -104,6 +108,10 @@ class ProgressWatches:
             True if the run is watched.
         """
         uid, now = run.metadata.uid, _now()
+        silent = self._watches.get(uid)
+        # It came while this look waited for Ray: the next look reports it.
+        if silent and silent.silence and silent.silence is not observed.progress:
+            return False
         answers = _training(run, observed)
         waits = now < self._again_at.get(uid, now)
         if answers is None or waits or not isinstance(head, HeadAddress):
@@ -111,7 +119,7 @@ class ProgressWatches:
             return False
         job, progress = answers
         watch = self._watches.get(uid)
-        if watch is None or watch.head != head or watch.task is None or watch.task.done():
+        if watch is None or watch.head != head or not watch.asks:
             self._end(uid)
             watch = self._watches[uid] = _Watch(head, job, now, progress, now)
             name = f"progress {'/'.join(run.key)}"
@@ -148,7 +156,7 @@ class ProgressWatches:
                     self._again_at[watch.head.run_uid] = _now() + AGAIN_SECONDS
                 if not isinstance(answer, Progress) or not _goes_on(answer, before):
                     break
-                watch.progress = answer.masked()
+                watch.progress = answer
                 if answer.sequence != before.sequence:
                     self._look(key)
                 await asyncio.sleep(asked_at + INTERVAL_SECONDS - _now())

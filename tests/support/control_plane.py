@@ -159,7 +159,7 @@ def add_node(
     Args:
         cluster: the control plane.
         name: of the node.
-        labels: beside those that each node has.
+        labels: its labels, in addition to its name and architecture.
         amounts: what it has room for, by resource.
         pods_at: the addresses of its pods.
     """

@@ -272,7 +272,7 @@ class KwokFleet:
                     head.stop()
 
     async def create_runs(self, names: Sequence[str]) -> None:
-        """Create runs with a head and a trainer pod each."""
+        """Create runs with one pod of each role."""
         await self._create(object_path(KIND, NAMESPACE), [a_run(name) for name in names])
 
     async def create_ray_jobs(self, names: Sequence[str], spec: Manifest) -> None:
@@ -428,7 +428,7 @@ async def kwok_fleet(folder: Path, step_seconds: float) -> AsyncIterator[KwokFle
 
 
 def a_run(name: str) -> Manifest:
-    """Return a run with a head and a trainer pod that does not end by itself."""
+    """Return a run with one pod of each role, which has steps for longer than any test."""
     return run_with(
         ("spec.pipeline.maxSteps", MAX_STEPS),
         ("spec.pipeline.saveSteps", MAX_STEPS),

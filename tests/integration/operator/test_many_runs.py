@@ -31,7 +31,7 @@ async def test_each_run_trains_once_across_a_crash_of_the_operator(tmp_path: Pat
             steps = fleet.make_steps()
             assert not fleet.shows(steps)
             operator = fleet.start_operator()
-            await fleet.until(lambda: fleet.shows(steps), "the steps made meanwhile are shown")
+            await fleet.until(lambda: fleet.shows(steps), "the steps that it missed are shown")
             assert before == {
                 name: item["metadata"]["uid"] for name, item in fleet.clusters.items()
             }

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,13 +21,6 @@ RELEASE = Release("agenticrun", SYSTEM, (NAMESPACE,), shards=2)
 HALVES = (Shard(0, 2), Shard(1, 2))
 FEWEST = 3
 """Runs of each half."""
-
-
-def metric(operator: OperatorProcess, name: str) -> float:
-    url = f"http://127.0.0.1:{operator.metrics_port}/metrics"
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        found = re.search(rf"^{name}(?:{{.*}})? (.*)$", answer.read().decode(), re.MULTILINE)
-    return float(found[1]) if found else 0.0
 
 
 @pytest.mark.timeout(900)
@@ -90,11 +81,10 @@ async def follow(
         await until("the run is there", lambda: len(cluster.runs) == number)
     trains = await until("all train", lambda: all(step(name) >= 2 for name in cluster.runs))
     for operator, half in zip(operators, HALVES, strict=True):
-        followed = await asyncio.to_thread(metric, operator, "agenticrun_operator_followed_runs")
-        assert followed == len(names(half)), "and no run of the other one"
+        counted = await asyncio.to_thread(operator.metrics)
+        assert counted["followed_runs"] == len(names(half)), "and no run of the other one"
 
-    operators[1].process.kill()
-    await asyncio.to_thread(operators[1].process.wait)
+    await asyncio.to_thread(operators[1].crash)
     await asyncio.sleep(3)  # what it has sent arrives
     before = {name: step(name) for name in cluster.runs}
     alone = await until(

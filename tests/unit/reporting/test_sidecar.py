@@ -443,7 +443,7 @@ async def test_a_question_is_answered_when_the_driver_falls_silent(living: Sidec
 
 
 async def test_a_final_report_that_was_waited_for_is_not_read_yet(living: Sidecar) -> None:
-    """Who has waited may be gone, or no longer lead. The next question reads it."""
+    """Its asker may be gone, or no longer lead. The next question reads it."""
     question = asyncio.create_task(ask(living))
     await asyncio.sleep(0.2)
     await living.post(progress(2, final=REPORT), last=True)
