@@ -78,7 +78,14 @@ class ProgressWatches:
             return await self._head.job(head, submission_id)
         # A silence is shown at once: Ray may hang as well, and the look would wait for it.
         known = watch.silence or _now() < watch.job_at + JOB_SECONDS
-        return watch.job if known else await self._head.job(head, submission_id)
+        if known or watch.task is None:
+            return watch.job
+        asking = asyncio.create_task(self._head.job(head, submission_id))
+        await asyncio.wait({asking, watch.task}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.silence and not asking.done():
+            asking.cancel()
+            return watch.job
+        return await asking
 
     async def progress(self, head: HeadAddress) -> Progress | NoReport | Unreachable:
         """Return the newest snapshot as `Head.progress` does, without a request while watched."""
