@@ -90,10 +90,13 @@ def package(folder: Path, *arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+CHECK = "agenticrun_workers.cli.package.check_copy"
+
+
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the check of the copy, which starts three programs, where it is not the subject."""
-    monkeypatch.setattr("agenticrun_workers.cli.package.check_copy", lambda *_: iter(()))
+    monkeypatch.setattr(CHECK, lambda *_: iter(()))
 
 
 def found(folder: Path, **changes: Any) -> dict[str, str]:
@@ -147,7 +150,9 @@ def test_a_run_that_names_a_config_map_gets_that_one_in_its_namespace(folder: Pa
     assert written["metadata"] == {"name": "mine", "namespace": "lab"}
 
 
-def test_an_image_context_has_packages_with_subfolders_and_requirements(folder: Path) -> None:
+def test_an_image_context_has_packages_with_subfolders_and_requirements(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "words.py").unlink()
     (folder / "words" / "more").mkdir(parents=True)
     (folder / "words" / "__init__.py").write_text("from words.more.all import WORDS\n")
@@ -158,7 +163,9 @@ def test_an_image_context_has_packages_with_subfolders_and_requirements(folder: 
     assert "words/__init__.py, words/more/all.py: a ConfigMap has no subfolders. Use --image" in (
         output
     )
-    for _ in range(2):  # the second time in place of the first
+    for checked in (True, False):  # the second time in place of the first
+        if not checked:
+            monkeypatch.setattr(CHECK, lambda *_: iter(()))
         (folder / "own_env.py").chmod(0o600)
         code, output = package(folder, "--image", "context", "--base", "registry/worker:1")
         assert code == 0, output
@@ -197,6 +204,7 @@ def test_the_worker_image_has_what_the_dockerfile_uses() -> None:
     assert "\nopenai==" in (ROOT / "locks/workers.txt").read_text()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_the_image_begins_with_the_releases_worker_of_the_engine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
