@@ -268,7 +268,9 @@ def test_an_agent_that_never_ends_is_ended(agent_of: Any, kind: str, tmp_path: P
         if kind == "command"
         else {"run": agent_of(waits if kind == "async" else spins)}
     )
-    (trajectory,) = play(Says([]), timeout_seconds=5.0, **config)
+    # A command needs time to begin its child.
+    timeout = 5.0 if kind == "command" else 0.2
+    (trajectory,) = play(Says([]), timeout_seconds=timeout, **config)
     assert trajectory.stop_reason is StopReason.TIMEOUT
     if kind == "command":
         pid = int(child.read_text())
@@ -384,6 +386,16 @@ def test_a_command_finds_the_endpoint_in_its_environment_and_posts_its_reward(
     assert "cannot be started" in trajectory.error
 
 
+ASKS_BY_HAND = """
+import json, os
+from urllib.request import Request, urlopen
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "?"}]}).encode()
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urlopen(Request(url, body, {"Content-Type": "application/json"})).read()
+urlopen(Request(os.environ["AGENTICRUN_REWARD_URL"], b'{"reward": 4}'))
+"""
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -401,7 +413,7 @@ def test_files_of_a_command_are_looked_up_in_the_code_folder(
     (code / "tools").mkdir(parents=True)
     here.mkdir()
     for script in (code / "play.py", code / "tools" / "play.py"):
-        script.write_text(SCRIPT)
+        script.write_text(ASKS_BY_HAND)
     (code / "run.sh").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (code / "run.sh").chmod(0o755)
     monkeypatch.chdir(here)
