@@ -124,7 +124,7 @@ test: ## Everything that must pass: lint, unit, integration, e2e (tier one of do
 drills: setup ## Slow fault drills (tier two of docs/testing.md)
 	@AGENTICRUN_MODEL_TYPES=all $(BIN)/pytest -q --timeout 1800 tests/unit/docs/test_model_types_page.py tests/unit/trainer/test_mixtures.py
 	@HYPOTHESIS_PROFILE=explore $(BIN)/pytest -q --timeout 1800 tests/unit/operator/test_any_order_of_events.py
-	@$(PYTHON) tools/stalls.py --every 0.3 $(BIN)/pytest -q --timeout 1800 -n 2 --no-loadscope-reorder tests/unit
+	@HYPOTHESIS_PROFILE=nightly $(PYTHON) tools/stalls.py --every 0.3 $(BIN)/pytest -q --timeout 1800 -n 2 --no-loadscope-reorder tests/unit
 	@$(PYTHON) tools/stalls.py --every 0.6 $(BIN)/pytest -q --timeout 1800 -n 2 --no-loadscope-reorder tests/integration
 	@AGENTICRUN_PROCESS_FAULTS=50 $(BIN)/pytest -q --timeout 3600 tests/integration/driver/test_process_faults.py
 	@AGENTICRUN_ENGINE_FAULTS=50 $(BIN)/pytest -q tests/unit/rollout/test_engine_faults.py

@@ -26,10 +26,12 @@ from xdist.scheduler import LoadScopeScheduling
 
 from testcluster import Cluster, running_cluster
 
-# `make test` gives the same answer twice; HYPOTHESIS_PROFILE=explore looks for new counterexamples.
+# `make test` gives the same answer twice, from few examples: more were most of its CPU time.
+# HYPOTHESIS_PROFILE=nightly looks for new counterexamples (`make drills`), explore for longer.
 # Machines are shared and busy: no deadline per example. A fixture may serve all examples of a test.
 shared = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-settings.register_profile("repeatable", shared, derandomize=True)
+settings.register_profile("repeatable", shared, derandomize=True, max_examples=25)
+settings.register_profile("nightly", shared, derandomize=False, max_examples=200)
 settings.register_profile("explore", shared, derandomize=False, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 if settings.get_current_profile_name() == "repeatable":

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
@@ -246,7 +246,6 @@ def test_texts_go_on_from_recorded_tokens_and_stop_texts_cut(agent_of: Any) -> N
     assert CHAT.shown(trajectory.tokens_T) == "Q: 1+1\nAct\nObservation: 2\ndone<|im_end|>"
 
 
-@settings(max_examples=80)
 @given(
     said=st.text("aß€😀 \n", max_size=12),
     kept=st.integers(0, 12),
@@ -419,7 +418,6 @@ async def test_a_seed_gives_the_same_answer_again_but_not_to_another_member() ->
 ADDED = [user("x"), user(""), {"role": "tool", "tool_call_id": "c", "content": "1"}]
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_whatever_is_asked_each_answer_is_trained_once_after_what_the_engine_saw(
     data: st.DataObject,

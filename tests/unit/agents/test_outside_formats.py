@@ -12,7 +12,7 @@ import jsonschema  # type: ignore[import-untyped]
 import numpy as np
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.agents import AgentLimits
@@ -114,7 +114,6 @@ def test_an_answer_whose_end_is_written_has_only_drafts(agent_of: Any) -> None:
     assert CHAT.shown(trajectories[0].turns[0].response_T).endswith('"x"<|im_end|>')
 
 
-@settings(max_examples=60)
 @given(st.lists(st.text('{}[]":, sumwhy12\\\n', max_size=9), min_size=1), st.integers(20, 300))
 def test_whatever_is_sampled_the_answer_has_the_format_and_each_draw_is_trained_once(
     texts: list[str], longest: int

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.agents import (
@@ -162,7 +162,6 @@ def test_samples_and_turns_become_trajectories_token_for_token() -> None:
     )
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_whatever_an_agent_asks_each_response_keeps_its_own_numbers(data: st.DataObject) -> None:
     """Extend any sampled sequence, cut into it, or begin a new one.

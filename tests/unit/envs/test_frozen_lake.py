@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, FrozenLake, Renders, make_env
@@ -169,7 +169,6 @@ def test_solvable_means_that_breadth_first_search_finds_the_goal(size: int) -> N
         assert is_solvable(from_array(board), size) == breadth_first(board)
 
 
-@settings(max_examples=100)
 @given(size=st.integers(5, 11), share=st.floats(0.2, 0.6), seed=st.integers(0, 2**32))
 def test_large_boards_are_integers_too(size: int, share: float, seed: int) -> None:
     board = np.random.default_rng(seed).random((size, size)) < share

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.envs import EnvConfigError, Renders, Sokoban, make_env
@@ -45,7 +45,6 @@ def playing(board: str) -> Sokoban:
 CORRIDOR = "#######\n#######\n#P_X_O#\n#######\n#######"
 
 
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**40),
     boxes=st.integers(1, 3),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.envs import Sokoban
@@ -216,7 +216,6 @@ def test_the_ks_test_notices_one_step_more() -> None:
     assert ks_p_value(lengths, (rng.poisson(6, 400) + 1).tolist()) < 0.001
 
 
-@settings(max_examples=60)
 @given(
     rows=st.integers(5, 7),
     columns=st.integers(5, 8),

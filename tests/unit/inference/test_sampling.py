@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from agenticrun_workers.inference.server_path.agenticrun_sampling import (
@@ -77,7 +77,6 @@ def test_min_p_drops_what_is_much_less_likely_than_the_likeliest() -> None:
     )
 
 
-@settings(max_examples=60)
 @given(
     st.lists(
         st.integers(-4000, 4000).map(lambda n: n / 1000), min_size=2, max_size=8, unique=True
@@ -165,7 +164,6 @@ def test_uniforms_are_uniform_and_unrelated_between_neighbouring_seeds_and_indic
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.02
 
 
-@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**20), st.integers(-(2**20), 2**20)),
@@ -230,7 +228,6 @@ def test_a_row_of_nan_still_gets_a_token_of_the_vocabulary() -> None:
     assert 0 <= int(tokens) <= BLOCK
 
 
-@settings(max_examples=100)
 @given(
     st.lists(st.integers(0, 6), min_size=1, max_size=12).filter(any),
     st.integers(1, 13),
@@ -283,7 +280,6 @@ def batches(draw: st.DrawFn) -> torch.Tensor:
     return torch.nn.functional.pad(weights_BV * scale, (0, draw(st.integers(0, 1))))[:, :vocabulary]
 
 
-@settings(max_examples=200)
 @given(batches(), st.data())
 def test_tokens_are_bit_for_bit_those_of_the_definition(
     weights_BV: torch.Tensor, data: st.DataObject
@@ -307,7 +303,6 @@ def test_tokens_are_bit_for_bit_those_of_the_definition(
         assert torch.equal(sample(weights_BV, uniforms_B), defined_sample(weights_BV, uniforms_B))
 
 
-@settings(max_examples=200)
 @given(batches(), st.data())
 def test_truncated_weights_are_bit_for_bit_those_of_the_definition(
     weights_BV: torch.Tensor, data: st.DataObject

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -283,7 +283,6 @@ async def test_the_memory_of_keys_and_values_is_logged(
     assert re.fullmatch(r"keys and values of sessions take 0\.[1-9] MiB", lines[0])
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 900)), min_size=1, max_size=30))
 def test_keys_and_values_take_no_more_memory_than_if_slots_and_length_doubled(
     needs: list[tuple[int, int]],

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.errors import RolloutFailed
@@ -121,7 +121,6 @@ def reasons(played: list[EpisodeResult]) -> set[StopReason]:
     return {result.stop_reason for result in played}
 
 
-@settings(max_examples=25)
 @given(st.integers(1, 3), st.integers(1, 12), st.data())
 def test_guilty_groups_are_given_up_and_all_others_play_to_their_end(
     workers: int, count: int, data: st.DataObject
@@ -695,7 +694,6 @@ events = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 12), events)
 def test_joins_leaves_and_deaths_at_any_time_lose_and_repeat_no_group(
     count: int, script: list[tuple[int, int | None]]

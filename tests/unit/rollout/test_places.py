@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.pod_memory import PodMemory
@@ -117,7 +117,6 @@ def test_without_a_limit_memory_is_not_looked_at() -> None:
     assert worker.most == 3
 
 
-@settings(max_examples=60)
 @given(
     st.integers(1, 60),
     st.lists(st.tuples(st.floats(0.1, 9.0), st.booleans()), min_size=1, max_size=60),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.launch.liveness import NoAnswer
@@ -41,7 +41,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60)
 @given(STEPS, st.integers(1, 64))
 def test_blocks_are_read_as_they_were_written_whatever_was_freed_in_between(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, object]], segment: int

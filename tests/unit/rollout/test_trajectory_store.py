@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agenticrun_workers.pod_memory import PodMemory
@@ -49,7 +49,6 @@ MEMBERS = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "put", "get", "discard"]), MEMBERS), max_size=15)
 
 
-@settings(max_examples=60)
 @given(STEPS, st.integers(0, 8), st.booleans())
 def test_a_store_with_any_bound_is_a_dictionary(
     tmp_path_factory: pytest.TempPathFactory,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -58,7 +58,6 @@ def gradients(
     return list(torch.autograd.grad(loss, trained))
 
 
-@settings(max_examples=40)
 @given(
     tokens=st.integers(1, 9),
     vocabulary=st.integers(1, 7),
