@@ -32,6 +32,8 @@ LOSS = LOSSES["ppo"]
 STEPS = 3
 CUTS: dict[str, Cut] = {"padded": {"max_tokens": 30}, "packed": {"max_tokens": 40, "packing": True}}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+EACH_AGGREGATION = ("ppo dual clip", "ppo", "tis", "cispo sequence", "decoupled")
+"""Losses that differ in what ranks agree on, and in the level of ratios; one reads fewer fields."""
 
 
 def weights(policy: PolicyTrainer) -> dict[str, np.ndarray]:
@@ -135,24 +137,34 @@ def everywhere(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return box[0]
 
 
+def losses_of(dtype: str, world: int) -> list[str]:
+    """Return the losses whose gradients are compared.
+
+    A loss computes a rank's own sequences. Ranks only share the denominators of its aggregation, so
+    a third rank and another dtype need no more than one loss of each kind.
+    """
+    return list(LOSSES if dtype == "float64" and world < 3 else EACH_AGGREGATION)
+
+
 def gradients(model: Path) -> dict[tuple[str, str, str], dict[str, Tensor]]:
     """Return the gradient of one step, by (loss, dtype, cut).
 
     Every rank computes it; the whole is the same on all.
     """
+    world = dist.get_world_size() if dist.is_initialized() else 1
     found = {}
     for dtype, torch_dtype in DTYPES.items():
         load = ModelLoader(ModelSource(str(model)), torch_dtype)
         plain = load()
-        samples = {name: batch(plain, loss) for name, loss in LOSSES.items()}
+        samples = {name: batch(plain, LOSSES[name]) for name in losses_of(dtype, world)}
         for cut, arguments in CUTS.items():
             policy = fsdp2_policy(load, SPEC, **arguments)
-            for name, loss in LOSSES.items():
-                mine = part(samples[name], policy.rank, policy.world_size)
-                found[name, dtype, cut] = policy.gradients(mine, loss)
+            for name, of_loss in samples.items():
+                mine = part(of_loss, policy.rank, world)
+                found[name, dtype, cut] = policy.gradients(mine, LOSSES[name])
             critic = CriticTrainer(load, SPEC, **arguments)
             for name, value_loss in VALUE_LOSSES.items():
-                mine = part(samples["ppo"], critic.rank, critic.world_size)
+                mine = part(samples["ppo"], critic.rank, world)
                 critic.train_step(mine, value_loss)
                 found[f"critic {name}", dtype, cut] = critic.gradients(mine, value_loss)
     return found

@@ -11,13 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agenticrun_workers.models.pretrained import load_model
-from ragged_samples import LOSSES, VALUE_LOSSES, largest_difference, make_model
+from ragged_samples import VALUE_LOSSES, largest_difference, make_model
 from rank_programs import launch, load
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 
 Runs = dict[Any, Any]
+
+program = load(PROGRAM)
 
 
 def run_ranks(world: int, model: Path, work: Path) -> list[Runs]:
@@ -34,7 +36,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(work: Path) -> Runs:
     """Run everything that is compared: one rank in this process, two and three in other ones."""
     model = make_model(work / "model")
-    program = load(PROGRAM)
     one = {
         "gradients": program.gradients(model),
         "fresh": vars(program.train(model, save=work / "saved-by-1")),
@@ -59,17 +60,17 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("name", [*LOSSES, *(f"critic {name}" for name in VALUE_LOSSES)])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_gradient_is_the_same_on_one_two_or_three_ranks_padded_or_packed(
-    runs: Runs, name: str, dtype: str
+    runs: Runs, world: int, dtype: str
 ) -> None:
-    expected = runs[1]["gradients"][name, dtype, "padded"]
-    assert all(gradient.norm() > 0 for gradient in expected.values())
-    for rank in [runs[1], *runs[2], *runs[3]]:
-        for cut in ("padded", "packed"):
-            assert (
-                largest_difference(rank["gradients"][name, dtype, cut], expected) < TOLERANCE[dtype]
-            )
+    for name in [*program.losses_of(dtype, world), *(f"critic {name}" for name in VALUE_LOSSES)]:
+        expected = runs[1]["gradients"][name, dtype, "padded"]
+        assert all(gradient.norm() > 0 for gradient in expected.values()), name
+        for rank in [runs[1]] if world == 1 else runs[world]:
+            for cut in program.CUTS:
+                found = rank["gradients"][name, dtype, cut]
+                assert largest_difference(found, expected) < TOLERANCE[dtype], (name, cut)
 
 
 def test_two_ranks_reach_the_same_weights_as_one(runs: Runs) -> None:
@@ -99,7 +100,6 @@ def test_metrics_are_global_and_equal_on_every_rank(runs: Runs) -> None:
 
 
 def test_the_balance_of_the_ranks_is_the_fullest_one_s_tokens_over_the_mean(runs: Runs) -> None:
-    program = load(PROGRAM)
     lengths = [
         [
             sum(
