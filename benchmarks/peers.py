@@ -10,7 +10,7 @@ that other programs on the machine slow both.
 makes from locks/trl.txt at the first start. `engine_over_generate_*` and `prefill_over_generate`
 are tokens per second of 128 responses, over those of `model.generate`, which computes all rows
 until the longest one ends: 128 tokens each (`equal`), 8 to 512 (`mixed`), and 32 after prompts of
-1,024 (`prefill`). `--quick` has a fourth of the rows, and two pairs.
+1,024 (`prefill`). `--quick` has a sixteenth of the rows and an eighth of the prompts, and one pair.
 """
 
 from __future__ import annotations
@@ -146,11 +146,11 @@ class Stepper:
 
 
 @contextmanager
-def training(model: Path) -> Iterator[tuple[Stepper, Stepper]]:
+def training(model: Path, prompts: int) -> Iterator[tuple[Stepper, Stepper]]:
     """Start our process and TRL's."""
-    scratch = model.parent
-    ours = [sys.executable, str(BENCHMARKS / "peer_steps" / "our_steps.py"), str(model)]
-    trl = [str(trl_python()), str(BENCHMARKS / "peer_steps" / "trl_steps.py"), str(model)]
+    scratch, steps = model.parent, BENCHMARKS / "peer_steps"
+    ours = [sys.executable, str(steps / "our_steps.py"), str(model), str(prompts)]
+    trl = [str(trl_python()), str(steps / "trl_steps.py"), str(model), str(prompts)]
     with (
         closing(Stepper(ours, [str(BENCHMARKS), *sys.path], scratch / "ours.log")) as our,
         closing(Stepper(trl, [str(BENCHMARKS)], scratch / "trl.log")) as peer,
@@ -164,9 +164,9 @@ def noted(ours: float, peer: float) -> tuple[float, float]:
     return ours, peer
 
 
-def compare_steps(model: Path, pairs: int) -> tuple[float, list[tuple[float, float]]]:
+def compare_steps(model: Path, prompts: int, pairs: int) -> tuple[float, list[tuple[float, float]]]:
     """Return `step_over_trl` and the seconds of (ours, TRL's) for each pair."""
-    with training(model) as (our, peer):
+    with training(model, prompts) as (our, peer):
         our.step(), peer.step()  # caches grow, threads start
         seconds = [noted(our.step(), peer.step()) for _ in range(pairs)]
     return median(own / other for own, other in seconds), seconds
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke test, not a result")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
-    rows, pairs = (32, 2) if arguments.quick else (128, 5)
+    rows, prompts, pairs = (8, 2, 1) if arguments.quick else (128, 16, 5)
     figures: dict[str, float] = {}
     samples: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="peers-") as scratch:
@@ -258,7 +258,7 @@ def main() -> None:
         print(f"{'figure':30}{'ours':>10}{'peer':>10}{'ratio':>8}")
         for name in arguments.figures:
             if name == "step_over_trl":
-                figures[name], samples[name] = compare_steps(model, pairs)
+                figures[name], samples[name] = compare_steps(model, prompts, pairs)
             else:
                 kind = "prefill" if name.startswith("prefill") else name.rpartition("_")[2]
                 figures[name], samples[name] = asyncio.run(compare_engine(model, kind, rows, pairs))

@@ -1,6 +1,6 @@
 """The same GRPO steps by `agenticrun run` with its defaults. See benchmarks/peers.py.
 
-python our_steps.py MODEL
+python our_steps.py MODEL PROMPTS
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 from peer_steps.task import (
     LEARNING_RATE,
     NEW_TOKENS,
-    PROMPTS,
     SAMPLES,
     WORDS,
     StepGate,
@@ -47,7 +46,7 @@ class Words:
         return [*WORDS, "go", "end"]
 
 
-def run_of(model: str) -> dict[str, Any]:
+def run_of(model: str, prompts: int) -> dict[str, Any]:
     """Return the run. It has no `roles`."""
     return {
         "apiVersion": "agenticrun.dev/v1alpha1",
@@ -61,7 +60,7 @@ def run_of(model: str) -> dict[str, Any]:
                 "maxSteps": 1000,
                 "evalSteps": 0,
                 "saveSteps": 0,
-                "rolloutBatchSize": PROMPTS * SAMPLES,
+                "rolloutBatchSize": prompts * SAMPLES,
                 "sequenceLength": 384,
                 "algorithm": {"name": "grpo"},
                 "envs": [
@@ -73,7 +72,7 @@ def run_of(model: str) -> dict[str, Any]:
                         "agent": {"config": {"systemTemplate": ""}},
                     }
                 ],
-                "trainEnvs": {"groups": PROMPTS, "groupSize": SAMPLES, "tags": ["Words"]},
+                "trainEnvs": {"groups": prompts, "groupSize": SAMPLES, "tags": ["Words"]},
                 "actorTrain": {"training": {"learningRate": LEARNING_RATE}},
             },
         },
@@ -94,7 +93,8 @@ class GatedLoop(Loop):
 def main() -> None:
     setattr(attempt, "Loop", GatedLoop)  # noqa: B010  (mypy: it is not for other modules)
     with tempfile.TemporaryDirectory() as output:
-        run_locally(parse_run(run_of(sys.argv[1])), Path(output), Console(file=io.StringIO()))
+        run = parse_run(run_of(sys.argv[1], int(sys.argv[2])))
+        run_locally(run, Path(output), Console(file=io.StringIO()))
 
 
 if __name__ == "__main__":

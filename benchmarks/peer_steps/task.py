@@ -10,7 +10,6 @@ import sys
 import time
 
 WORDS = [f"w{number}" for number in range(500)]
-PROMPTS = 16
 SAMPLES = 8
 NEW_TOKENS = 128
 LEARNING_RATE = 1e-4

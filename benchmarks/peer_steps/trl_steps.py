@@ -1,6 +1,6 @@
 """GRPO steps of TRL, in its own environment (locks/trl.txt). See benchmarks/peers.py.
 
-python trl_steps.py MODEL
+python trl_steps.py MODEL PROMPTS
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from datasets import Dataset
 from peer_steps.task import (
     LEARNING_RATE,
     NEW_TOKENS,
-    PROMPTS,
     SAMPLES,
     StepGate,
     random_prompt,
@@ -47,18 +46,18 @@ def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
 
 
 def main() -> None:
-    model = sys.argv[1]
+    model, groups = sys.argv[1], int(sys.argv[2])
     prompts = [
         {"prompt": [{"role": "user", "content": random_prompt(seed)}]}
-        for seed in range(PROMPTS * STEPS)
+        for seed in range(groups * STEPS)
     ]
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
             output_dir=output,
             max_steps=STEPS,
             per_device_train_batch_size=16,
-            gradient_accumulation_steps=PROMPTS * SAMPLES // 16,
-            generation_batch_size=PROMPTS * SAMPLES,
+            gradient_accumulation_steps=groups * SAMPLES // 16,
+            generation_batch_size=groups * SAMPLES,
             num_generations=SAMPLES,
             max_completion_length=NEW_TOKENS,
             learning_rate=LEARNING_RATE,

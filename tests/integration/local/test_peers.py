@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from preloaded import environment, executable
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -16,7 +17,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 def test_the_engine_is_compared_with_generate(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "peers.py"), "--quick"]
+    command = [*executable(), str(BENCHMARKS / "peers.py"), "--quick"]
     figure, record = "prefill_over_generate", tmp_path / "peers.json"
     done = subprocess.run(
         [*command, "--figures", figure, "--json", str(record)], capture_output=True, text=True
@@ -34,12 +35,14 @@ def test_a_step_is_taken_for_each_line_on_stdin(
 
     model = tmp_path / "model"
     peers.make_model(model)
+    variables = environment()
+    variables["PYTHONPATH"] = os.pathsep.join([str(BENCHMARKS), variables["PYTHONPATH"]])
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "peer_steps" / "our_steps.py"), str(model)],
+        [*executable(), str(BENCHMARKS / "peer_steps" / "our_steps.py"), str(model), "1"],
         input="\n\n",
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])},
+        env=os.environ | variables,
     )
     assert done.returncode == 0, done.stderr
     seconds = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
