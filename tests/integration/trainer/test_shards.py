@@ -69,9 +69,10 @@ def two(models: Path) -> list[dict[str, Any]]:
 
 
 def test_a_rank_needs_little_more_memory_than_its_shard_to_load(models: Path) -> None:
-    stored = (models / "small" / "model.safetensors").stat().st_size  # in bfloat16
-    for rank in launch(PROGRAM, 4, models, [str(models), "small"]):
-        assert rank["shard"] == pytest.approx(2 * stored / 4, rel=0.01)
+    stored = (models / "small" / "model.safetensors").stat().st_size
+    for rank in launch(PROGRAM, 2, models, [str(models), "small"]):
+        # Half of the parameters, and twice their bytes: the files hold bfloat16.
+        assert rank["shard"] == pytest.approx(stored, rel=0.01)
         assert rank["peak"] < LOAD_PEAK * rank["shard"]
 
 
