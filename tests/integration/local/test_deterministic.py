@@ -1,4 +1,4 @@
-"""`pipeline.deterministic`: one seed is one run, bit for bit, even if the driver is killed."""
+"""`pipeline.deterministic`: one seed is one run, bit for bit, on Ray or not, and after kills."""
 
 from __future__ import annotations
 
@@ -173,18 +173,10 @@ def killed_and_gone_on_with(folder: Path, rng: random.Random) -> Curve | None:
                 "it goes on, and does not begin anew"
             )
         assert any((folder / "out/checkpoints").glob(f"step-*/{MANIFEST}"))
-    with Command(folder) as command:
+    with Command(folder, preloaded=True) as command:
         metrics = command.finish()
         assert "[warm-up]" not in command.log
         return metrics
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
-    """The folder and the metrics of a run that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("whole")
-    with Command(folder, preloaded=True) as command:
-        return folder, command.finish()
 
 
 def weights(folder: Path) -> bytes:
@@ -194,24 +186,19 @@ def weights(folder: Path) -> bytes:
     return (folder / "exported/model.safetensors").read_bytes()
 
 
-def test_one_process_trains_the_same_policy_as_ray_bit_for_bit(
-    tmp_path: Path, whole: tuple[Path, Curve]
+def test_a_killed_run_on_ray_trains_the_policy_of_one_undisturbed_process_bit_for_bit(
+    tmp_path: Path,
 ) -> None:
-    folder, expected = whole
-    with Command(tmp_path, "--in-process", preloaded=True) as command:
-        assert command.finish() == expected
-    assert weights(tmp_path) == weights(folder)
-
-
-def test_a_killed_run_goes_on_bit_for_bit_and_a_seed_is_a_run(
-    tmp_path: Path, whole: tuple[Path, Curve]
-) -> None:
-    _, expected = whole
+    with Command(tmp_path / "whole", "--in-process", preloaded=True) as command:
+        expected = command.finish()
     assert sorted(step for step, validation in expected if not validation) == list(
         range(1, STEPS + 1)
     )
     rng = random.Random(KILLS)
-    tries = (killed_and_gone_on_with(tmp_path / f"killed-{number}", rng) for number in range(3))
-    killed = next((metrics for metrics in tries if metrics is not None), None)
+    folders = [tmp_path / f"killed-{number}" for number in range(3)]
+    tries = ((folder, killed_and_gone_on_with(folder, rng)) for folder in folders)
+    killed = next((found for found in tries if found[1] is not None), None)
     assert killed is not None, "three times it was done before it was killed: train more steps"
-    assert killed == expected
+    folder, metrics = killed
+    assert metrics == expected
+    assert weights(folder) == weights(tmp_path / "whole")
