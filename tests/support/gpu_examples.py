@@ -26,20 +26,23 @@ def read(file: Path) -> dict[str, Any]:
     return document
 
 
-def without_gpus(document: dict[str, Any], *, embedded_engine: bool = False) -> AgenticRun:
+def without_gpus(
+    document: dict[str, Any], *, embedded_engine: bool = False, most_ranks: int = 2
+) -> AgenticRun:
     """The same strategies, placement and algorithm, small enough for two cores.
 
     Args:
         embedded_engine: the transformers engine replaces a server, which needs half a minute to
-            start. A pod of several GPUs becomes two pods with one rank each, so that model
-            parallelism stays.
+            start. A pod of several GPUs becomes pods with one rank each, so that model parallelism
+            stays.
+        most_ranks: number of those pods.
     """
     small = copy.deepcopy(document)
     spec = small["spec"]
     spec.pop("checkpoint", None)
     spec["model"] = {"initialize": TINY}
     spec["tracking"] = {"tensorboard": False}
-    ranks = 2 if embedded_engine and spec["roles"]["trainer"]["gpus"] > 1 else 1
+    ranks = min(most_ranks, spec["roles"]["trainer"]["gpus"]) if embedded_engine else 1
     spec["roles"] = {"trainer": {"replicas": ranks}}
     pipeline = spec["pipeline"]
     pipeline |= {

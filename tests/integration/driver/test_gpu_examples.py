@@ -17,14 +17,16 @@ pytestmark = pytest.mark.usefixtures("ray_node")
 WITH_SERVER = "colocated"
 """vLLM, which sleeps while the trainer computes. tests/integration/local trains with SGLang."""
 
-ONE_RANK = ("vllm",)
-"""Needs no Ray: an engine of its own and one rank."""
+ONE_RANK = ("vllm", "two-plus-two")
+"""Need no Ray: an engine of their own and one rank. eight-plus-eight has two with that trainer."""
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 async def test_the_example_trains(file: Path, tmp_path: Path) -> None:
-    run = without_gpus(read(file), embedded_engine=file.stem != WITH_SERVER)
-    session = (InProcessAttempt if file.stem in ONE_RANK else TinyAttempt)(run, tmp_path)
+    make, ranks = (InProcessAttempt, 1) if file.stem in ONE_RANK else (TinyAttempt, 2)
+    embedded = file.stem != WITH_SERVER
+    run = without_gpus(read(file), embedded_engine=embedded, most_ranks=ranks)
+    session = make(run, tmp_path)
     report = await asyncio.wait_for(session.execute(), 550)
     assert report.outcome is Outcome.SUCCEEDED, report.message
     (step,) = session.training_steps().values()
