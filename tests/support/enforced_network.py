@@ -2,14 +2,13 @@
 
 Each pod is a network namespace on one bridge, as a CNI plug-in makes it, and an object of a real
 apiserver. kube-router's controller of policies runs in the network namespace of the node, so that
-its rules go with it. Needs root on Linux, iptables and ipset.
+its rules go with it. Needs root on Linux.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +20,8 @@ from typing import Any
 import yaml
 
 from devcluster.binaries import KUBE_ROUTER, Binaries
+from devcluster.components import kube_router
+from devcluster.prerequisites import install_packages
 from devcluster.settings import Settings
 from testcluster import Cluster
 from waiting import eventually
@@ -171,20 +172,11 @@ class EnforcedNetwork:
 
     def start_agent(self) -> None:
         """Start kube-router's controller of NetworkPolicies."""
-        binaries, programs = Binaries(Settings.from_environment()), (KUBE_ROUTER,)
+        settings, programs = Settings.from_environment(), (KUBE_ROUTER,)
+        binaries = Binaries(settings)
         binaries.build(programs)
-        assert shutil.which("ipset"), "there is no ipset: apt-get install ipset"
-        words = (
-            str(binaries.paths(programs)["kube-router"]),
-            f"--kubeconfig={self._kubeconfig()}",
-            f"--hostname-override={NODE}",
-            "--run-firewall=true",
-            "--run-router=false",
-            "--run-service-proxy=false",
-            "--run-loadbalancer=false",
-            "--metrics-port=0",
-            "--iptables-sync-period=1m0s",
-        )
+        install_packages(settings)
+        words = kube_router(binaries.paths(programs)["kube-router"], self._kubeconfig(), NODE)
         log = self.stack.enter_context((self.folder / "kube-router.log").open("wb"))
         agent = subprocess.Popen(
             ["ip", "netns", "exec", NODE, *words], stdout=log, stderr=subprocess.STDOUT

@@ -100,14 +100,14 @@ KUEUE = GoProgram(
     variables=(f"{_KUEUE}/pkg/version.GitVersion={KUEUE_VERSION}",),
     module_folder=(_KUEUE, "config"),
 )
-PARTS = {KUEUE.name: KUEUE}
-"""Programs that `up --with` adds, by name."""
 KUBE_ROUTER = GoProgram(
     "kube-router", 140, package="github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"
 )
-"""Enforces NetworkPolicies in tests/drills, which build it when they first run."""
+NETWORK_POLICY = "network-policy"
+PARTS = {KUEUE.name: KUEUE, NETWORK_POLICY: KUBE_ROUTER}
+"""Programs of the parts that `up --with` adds, by name."""
 KWOK = GoProgram("kwok", 110, package="sigs.k8s.io/kwok/cmd/kwok")
-"""Simulates the kubelets of many runs in tests and benchmarks, which build it likewise."""
+"""Simulates the kubelets of many runs in tests and benchmarks, which build it themselves."""
 
 
 def module_key(program: GoProgram, sources: Path) -> str:

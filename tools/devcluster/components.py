@@ -165,8 +165,30 @@ class Components:
         argv += ["-folder", f"{settings.state}/volumes", "-node", settings.node_name]
         return ProcessSpec("volumes", tuple(argv))
 
+    def network_policies(self, program: Path) -> ProcessSpec:
+        """The agent that enforces NetworkPolicies on the pods of the node."""
+        kubeconfig = self._settings.pki / "kube-router.kubeconfig"
+        return ProcessSpec(
+            "kube-router", kube_router(program, kubeconfig, self._settings.node_name)
+        )
+
     def _kubernetes(
         self, name: str, flags: dict[str, object], files: dict[Path, str] | None = None
     ) -> ProcessSpec:
         argv = (str(self._programs[name]), *(f"--{flag}={value}" for flag, value in flags.items()))
         return ProcessSpec(name, argv, files or {})
+
+
+def kube_router(program: Path, kubeconfig: Path, node: str) -> tuple[str, ...]:
+    """Return the command of kube-router with its controller of NetworkPolicies and nothing else."""
+    flags = {
+        "kubeconfig": kubeconfig,
+        "hostname-override": node,
+        "run-firewall": "true",
+        "run-router": "false",
+        "run-service-proxy": "false",
+        "run-loadbalancer": "false",
+        "metrics-port": "0",
+        "iptables-sync-period": "1m0s",
+    }
+    return (str(program), *(f"--{flag}={value}" for flag, value in flags.items()))

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from devcluster import cgroups, configs, network, pki
-from devcluster.binaries import KUEUE, Binaries
+from devcluster.binaries import KUBE_ROUTER, KUEUE, NETWORK_POLICY, Binaries
 from devcluster.components import Components
 from devcluster.console import say
 from devcluster.containerd import Containerd, write_image
@@ -134,6 +134,8 @@ class Node:
             lambda: self._kubectl.reports("kuberay-system"),
         )
         say(f"KubeRay {KUBERAY_VERSION} is available")
+        if NETWORK_POLICY in parts:
+            self._enforce_network_policies()
         if KUEUE.name in parts:
             self._install_kueue()
 
@@ -239,6 +241,21 @@ class Node:
                 write_image(image, reference, {name: program}, [name])
             self.containerd.load(image)
             self.containerd.tag(reference, mark)
+
+    def _enforce_network_policies(self) -> None:
+        """Start the agent, and wait until it has made its first rules."""
+        inside = ["nsenter", f"--net={self._settings.netns_path}"]
+        # Its rules are of iptables, which see what crosses the bridge of the pods only with this.
+        run([*inside, "sysctl", "-qw", "net.bridge.bridge-nf-call-iptables=1"])
+        program = self._binaries.paths([KUBE_ROUTER])[KUBE_ROUTER.name]
+        agent = self._components.network_policies(program)
+        self._processes.start(agent)
+        self._wait(
+            "NetworkPolicies to be enforced",
+            agent.name,
+            lambda: succeeds([*inside, "iptables", "--wait", "-nL", "KUBE-ROUTER-FORWARD"]),
+        )
+        say("NetworkPolicies are enforced, by kube-router")
 
     def _install_kueue(self) -> None:
         """Apply Kueue, and wait until it is available."""

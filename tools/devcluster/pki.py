@@ -58,6 +58,7 @@ def certificates(settings: Settings) -> list[Certificate]:
         Certificate("kube-controller-manager", "/CN=system:kube-controller-manager"),
         Certificate("kube-scheduler", "/CN=system:kube-scheduler"),
         Certificate("kube-proxy", "/CN=system:kube-proxy"),
+        Certificate("kube-router", "/CN=system:kube-router"),
         Certificate("coredns", "/CN=system:coredns"),
         Certificate("volumes", "/CN=agenticrun:volume-provisioner"),
         Certificate("front-proxy-client", f"/CN={FRONT_PROXY}", authority=FRONT_PROXY),

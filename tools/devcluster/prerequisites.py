@@ -27,6 +27,7 @@ PACKAGES: Mapping[str, str] = {
     "runc": "runc",
     "ip": "iproute2",
     "iptables": "iptables",
+    "ipset": "ipset",
     "conntrack": "conntrack",
     "nsenter": "util-linux",
     "sysctl": "procps",

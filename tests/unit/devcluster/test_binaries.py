@@ -8,7 +8,6 @@ import pytest
 
 import devcluster
 from devcluster.binaries import (
-    KUBE_ROUTER,
     KWOK,
     MINIMUM_GO,
     PARTS,
@@ -28,7 +27,7 @@ from devcluster.settings import (
 
 _GO = Path(devcluster.__file__).parent / "go"
 _PROGRAM = GoProgram("tool", 1)
-_ALL = (*PROGRAMS, *PARTS.values(), KUBE_ROUTER, KWOK)
+_ALL = (*PROGRAMS, *PARTS.values(), KWOK)
 
 
 @pytest.fixture

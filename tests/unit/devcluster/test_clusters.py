@@ -248,4 +248,4 @@ def test_parts_are_refused_where_the_cluster_is_not_ours(
 def test_an_unknown_part_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["up", "--with", "kueue,kwok"])
-    assert "no part 'kwok': there are kueue" in capsys.readouterr().err
+    assert "no part 'kwok': there are kueue, network-policy" in capsys.readouterr().err

@@ -45,6 +45,7 @@ def all_specs(components: Components) -> list[ProcessSpec]:
         components.coredns(),
         components.fake_gpus(),
         components.volumes(),
+        components.network_policies(Path("/programs/kube-router")),
     ]
 
 
@@ -77,6 +78,16 @@ def test_configuration_files_that_are_yaml_parse(components: Components) -> None
                 assert yaml.safe_load(content)
                 parsed += 1
     assert parsed == 3
+
+
+def test_the_enforcing_agent_routes_nothing_and_has_a_kubeconfig(
+    components: Components, settings: Settings
+) -> None:
+    argv = components.network_policies(Path("/programs/kube-router")).argv
+    assert {"--run-firewall=true", "--run-router=false", "--run-service-proxy=false"} < {*argv}
+    (kubeconfig,) = [word for word in argv if word.startswith("--kubeconfig=")]
+    names = {certificate.name for certificate in pki.certificates(settings)}
+    assert Path(kubeconfig.partition("=")[2]).stem in names
 
 
 def test_kubelet_and_runtime_agree_on_the_socket_and_the_cgroup_driver(settings: Settings) -> None:
