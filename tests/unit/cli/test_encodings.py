@@ -14,7 +14,6 @@ from run_folders import make_run_folder
 
 COMMAND = [sys.executable, "-c", "from agenticrun_workers.cli import main; main()"]
 ROLL = Path(__file__).parents[2] / "data/roll"
-ENCODINGS = ["ascii", "latin-1", "cp1252"]
 
 
 def run(encoding: str, *words: str | Path) -> subprocess.CompletedProcess[bytes]:
@@ -43,30 +42,27 @@ def ended(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
 def test_samples_are_printed_with_question_marks(encoding: str, ended: Path) -> None:
     shown = printed(encoding, "samples", ended)
     assert ("Down ? ? ?" if encoding == "ascii" else "Down ? ? é") in shown
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_run_is_watched_and_its_curve_is_printed(encoding: str, ended: Path) -> None:
-    assert "???? 0.4 (0.1 to 0.4)" in printed(encoding, "watch", ended)
+def test_a_run_is_watched_and_its_curve_is_printed(ended: Path) -> None:
+    assert "???? 0.4 (0.1 to 0.4)" in printed("latin-1", "watch", ended)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_names_of_files_are_printed(encoding: str, tmp_path: Path) -> None:
+def test_names_of_files_are_printed(tmp_path: Path) -> None:
     folder = make_run_folder(tmp_path / "目标")
     file = folder / "run.yaml"
-    assert "is valid" in printed(encoding, "validate", "-f", file)
-    assert "report.html: " in printed(encoding, "report", folder, "-o", folder / "report.html")
+    assert "is valid" in printed("cp1252", "validate", "-f", file)
+    assert "report.html: " in printed("cp1252", "report", folder, "-o", folder / "report.html")
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_converted_run_is_utf_8(encoding: str, tmp_path: Path) -> None:
+def test_a_converted_run_is_utf_8(tmp_path: Path) -> None:
     shutil.copytree(ROLL, tmp_path / "roll")
     config = tmp_path / "roll/agentic/traj_frozen_lake.yaml"
     config.write_text(config.read_text("utf-8").replace('"WARN"', '"警告"'), "utf-8")
-    done = run(encoding, "convert", config)
+    done = run("ascii", "convert", config)
     assert done.returncode == 0, done.stderr
     assert "value: 警告" in done.stdout.decode()

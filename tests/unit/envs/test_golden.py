@@ -76,13 +76,12 @@ def test_levels_and_episodes_are_those_of_every_other_machine(name: str) -> None
     assert fingerprint(*CONFIGS[name]) == json.loads(GOLDEN.read_text())[name], REWRITE
 
 
-@pytest.mark.parametrize("hash_seed", ["0", "4321"])
-def test_a_process_with_other_string_hashes_plays_the_same_episodes(hash_seed: str) -> None:
+def test_a_process_with_other_string_hashes_plays_the_same_episodes() -> None:
     """ROLL draws levels from Python's hash of a string, which differs between processes."""
     command = [sys.executable, __file__]
     done = subprocess.run(
         command,
-        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        env={**os.environ, "PYTHONHASHSEED": "4321"},
         check=False,
         capture_output=True,
         text=True,
