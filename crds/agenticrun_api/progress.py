@@ -198,6 +198,8 @@ PodName = Annotated[
 QUIET_SECONDS = 3.0
 """Time without a post after which a driver may be dead. It posts every second."""
 MAX_HOLD_SECONDS = 30.0
+BEAT_SECONDS = 3.0
+"""A reporter that holds a question sends a space at least this often: it is alive."""
 
 
 class ProgressQuery(Model):

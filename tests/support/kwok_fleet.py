@@ -33,6 +33,7 @@ from agenticrun_api.names import (
     REPORTER_PORT,
     ExitCode,
 )
+from agenticrun_api.progress import BEAT_SECONDS
 from agenticrun_operator.cluster import KubeClient, connect
 from agenticrun_operator.cluster.kube import object_path
 from agenticrun_operator.errors import WatchBroken
@@ -74,6 +75,11 @@ async def read_request(reader: StreamReader) -> tuple[str, str, Any]:
 def answer_bytes(status: int, body: bytes) -> bytes:
     """Return the answer to a request, as it is sent."""
     return b"HTTP/1.1 %d -\r\nContent-Length: %d\r\n\r\n" % (status, len(body)) + body
+
+
+def chunk(body: bytes) -> bytes:
+    """Return a chunk of an answer that is sent in pieces; the last one is empty."""
+    return b"%x\r\n%s\r\n" % (len(body), body)
 
 
 class StubHead:
@@ -149,15 +155,19 @@ class StubHead:
         self._connections.add(writer)
         try:
             while True:
-                status, body = await self._answer(*await read_request(reader))
-                writer.write(answer_bytes(status, body))
-        except (asyncio.IncompleteReadError, ConnectionError):
+                method, target, body = await read_request(reader)
+                if target.startswith("/progress?"):
+                    await self._hold(dict(parse_qsl(urlsplit(target).query)), writer)
+                else:
+                    writer.write(answer_bytes(*self._answer(method, target, body)))
+        # Python 3.11 prints the cancellation of a handler, at the end of the loop, as an error.
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             return
         finally:
             self._connections.discard(writer)
             writer.close()
 
-    async def _answer(self, method: str, target: str, body: Any) -> tuple[int, bytes]:
+    def _answer(self, method: str, target: str, body: Any) -> tuple[int, bytes]:
         """Return status and body of the answer to a request at either port."""
         url = urlsplit(target)
         match method, url.path:
@@ -165,7 +175,6 @@ class StubHead:
                 proof = prove(self._token, body["nonce"], self.uid, self.ip)
                 return 200, json.dumps({"proof": proof}).encode()
             case "GET", "/progress":
-                await self._wait_for_news(dict(parse_qsl(url.query)))
                 return self._progress()
             case "PUT", "/config":
                 return 200, b"{}"
@@ -183,13 +192,17 @@ class StubHead:
             return 404, b"{}"
         return 200, json.dumps(job.details() if method == "GET" else {"stopped": True}).encode()
 
-    async def _wait_for_news(self, query: dict[str, str]) -> None:
-        """Hold the question of one who knows the newest snapshot."""
-        known = query.get("submissionId"), int(query.get("sequence", -1))
-        if known == self._known:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(float(query.get("waitSeconds", 0))):
-                    await self._news.wait()
+    async def _hold(self, query: dict[str, str], writer: StreamWriter) -> None:
+        """Answer the question for news, and show until then that the head is alive."""
+        writer.write(b"HTTP/1.1 200 -\r\nTransfer-Encoding: chunked\r\n\r\n")
+        known, end = self._known, time.monotonic() + float(query["waitSeconds"])
+        if known == (query["submissionId"], int(query["sequence"])):
+            while known == self._known and (left := end - time.monotonic()) > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, BEAT_SECONDS)):
+                        await self._news.wait()
+                writer.write(chunk(b" "))
+        writer.write(chunk(self._progress()[1]) + chunk(b""))
 
     def _progress(self) -> tuple[int, bytes]:
         if not self._report:

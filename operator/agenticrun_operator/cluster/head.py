@@ -23,7 +23,7 @@ from agenticrun_api import LiveConfig, Progress, Reason, names
 from agenticrun_api.base import CLEAN, clean_text, one_line
 from agenticrun_api.challenge import Challenge, Proof, prove
 from agenticrun_api.masking import mask_secrets
-from agenticrun_api.progress import MAX_PROGRESS_BYTES, ProgressQuery
+from agenticrun_api.progress import BEAT_SECONDS, MAX_PROGRESS_BYTES, ProgressQuery
 from agenticrun_api.version import __version__
 from agenticrun_operator import errors, metrics
 from agenticrun_operator.cluster.kube import KubeClient, Response, connect
@@ -41,9 +41,9 @@ from agenticrun_operator.shard import ALL_RUNS, Shard
 
 REPORTER_SECONDS = 4.0
 """Timeout of a question to the reporter, which answers from memory."""
-HOLD_SECONDS = 3.0
-"""Time for which the reporter may hold a question without news. With its timeout, the status shows
-within 10 s that a head hangs."""
+HOLD_SECONDS = 20.0
+"""Time for which the reporter may hold a question without news. It sends a space now and then, so
+the status shows within 10 s that a head hangs."""
 RAY_SECONDS = 8.0
 """Timeout of a question to Ray's dashboard, which may be busy. The status shows within 10 s that a
 head is silent."""
@@ -229,7 +229,7 @@ class RunHead:
             body=body,
             limit=MAX_PROGRESS_BYTES,
             timeout=hold + timeout,
-            held=hold > 0,
+            silence=BEAT_SECONDS + timeout if hold else None,
         )
 
     async def _ray(
@@ -279,13 +279,15 @@ class RunHead:
         port: int,
         path: str,
         *,
-        held: bool = False,
+        silence: float | None = None,
         **arguments: Any,
     ) -> Response:
         """Send a request, and count it. One that the head holds says nothing about its latency."""
         began, status = time.monotonic(), ""
         try:
-            answer = await self._transport.request(method, head.pod, port, path, **arguments)
+            answer = await self._transport.request(
+                method, head.pod, port, path, silence=silence, **arguments
+            )
             status = str(answer.status)
             return answer
         except errors.HeadUnreachable:
@@ -294,7 +296,7 @@ class RunHead:
         finally:
             if status:  # else it was cancelled
                 metrics.HEAD_REQUESTS.labels(port=port, status=status).inc()
-            if status and not held:
+            if status and silence is None:
                 metrics.HEAD_SECONDS.labels(port=port).observe(time.monotonic() - began)
 
     async def _require_proof(self, head: HeadAddress) -> None:

@@ -33,7 +33,8 @@ class PodAddress:
 class HeadTransport(Protocol):
     """Sends an HTTP request to a port of a pod.
 
-    Raises `HeadUnreachable` if the pod does not answer or sends more than `limit` bytes.
+    Raises `HeadUnreachable` if the pod does not answer within `timeout` seconds, sends nothing for
+    `silence` seconds or more than `limit` bytes.
     """
 
     async def request(
@@ -47,6 +48,7 @@ class HeadTransport(Protocol):
         body: Any = None,
         limit: int,
         timeout: float = TIMEOUT_SECONDS,
+        silence: float | None = None,
     ) -> Response: ...
 
 
@@ -92,11 +94,12 @@ class DirectTransport:
         body: Any = None,
         limit: int,
         timeout: float = TIMEOUT_SECONDS,
+        silence: float | None = None,
     ) -> Response:
         # An IPv6 address needs brackets in a URL.
         host = f"[{pod.ip}]" if ":" in pod.ip else pod.ip
         url = f"http://{host}:{port}{path}"
-        limits = aiohttp.ClientTimeout(total=timeout, connect=CONNECT_SECONDS)
+        limits = aiohttp.ClientTimeout(timeout, CONNECT_SECONDS, sock_read=silence)
         try:
             async with self._session.request(
                 # `allow_redirects=False`: a head could send the operator, and the run's token,
@@ -140,6 +143,7 @@ class ProxyTransport:
         body: Any = None,
         limit: int,
         timeout: float = TIMEOUT_SECONDS,
+        silence: float | None = None,  # noqa: ARG002  # no question is held through the proxy
     ) -> Response:
         proxied = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}:{port}/proxy{path}"
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -13,9 +15,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from agenticrun_api import Progress, Reason
+from agenticrun_api.progress import BEAT_SECONDS
 from agenticrun_operator.cluster import DirectTransport, HeadAddress, RunHead, transports
 from agenticrun_operator.cluster.kube import Response
-from agenticrun_operator.cluster.transports import PodAddress
+from agenticrun_operator.cluster.transports import PodAddress, head_session
 from agenticrun_operator.errors import HeadUnreachable
 from agenticrun_operator.observed import Job, NoJob, NoReport, Unreachable
 
@@ -61,9 +64,10 @@ class Scripted:
         body: Any = None,
         limit: int,
         timeout: float = 0.0,
+        silence: float | None = None,
     ) -> Response:
         self.asked.append((method, port, path, headers, body))
-        self.timeout = timeout
+        self.timeout, self.silence = timeout, silence
         for part, answer in self.answers.items():
             if part in path.replace("/", "_"):
                 return answer
@@ -104,8 +108,42 @@ async def test_a_snapshot_that_is_known_is_in_the_question_for_another_one() -> 
     assert isinstance(answer, Progress)
     assert answer.sequence == 8
     ((_, _, path, _, _),) = transport.asked
-    assert path == "/progress?submissionId=lake-1&sequence=7&waitSeconds=3.0"
-    assert transport.timeout > 3.0
+    assert path == "/progress?submissionId=lake-1&sequence=7&waitSeconds=20.0"
+    assert transport.timeout > 20.0
+    assert transport.silence is not None
+    assert BEAT_SECONDS < transport.silence < 8.0, "the status shows within 10 s that it hangs"
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_an_answer_may_take_its_time_while_the_head_shows_that_it_is_alive(
+    hangs: bool,
+) -> None:
+    async def hold(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for _ in range(6):
+            await answer.write(b" ")
+            await asyncio.sleep(9.0 if hangs else 0.1)
+        await answer.write(b"{}")
+        return answer
+
+    app = web.Application()
+    app.router.add_get("/progress", hold)
+    async with TestServer(app) as server, head_session() as session:
+        asked = DirectTransport(session).request(
+            "GET",
+            replace(HEAD.pod, ip="127.0.0.1"),
+            server.port or 0,
+            "/progress",
+            headers={},
+            limit=100,
+            silence=0.4,
+        )
+        if hangs:
+            with pytest.raises(HeadUnreachable):
+                await asyncio.wait_for(asked, 2)
+        else:
+            assert json.loads((await asked).body) == {}
 
 
 async def test_what_a_head_says_shows_no_secrets() -> None:

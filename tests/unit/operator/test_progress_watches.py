@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from agenticrun_api import Activity, ConditionType, Outcome, Phase
+from agenticrun_api.progress import BEAT_SECONDS
 from agenticrun_operator import progress_watches
 from agenticrun_operator.cluster.head import HOLD_SECONDS, RAY_SECONDS, REPORTER_SECONDS
 from agenticrun_operator.errors import HeadUnreachable
@@ -182,7 +183,7 @@ def freeze(world: World) -> None:
     """Neither the reporter nor Ray answers, until the operator gives up."""
 
     async def hang(*_: Any, after: Any = None, seconds: float = REPORTER_SECONDS) -> Any:
-        await asyncio.sleep(seconds + (HOLD_SECONDS if after else 0.0))
+        await asyncio.sleep(seconds + (BEAT_SECONDS if after else 0.0))
         return Unreachable("TimeoutError")
 
     world.progress = hang  # type: ignore[method-assign, assignment]

@@ -25,7 +25,7 @@ from agenticrun_api.names import (
     REPORTER_TOKEN_FILE,
     TOKEN_HEADER,
 )
-from agenticrun_api.progress import QUIET_SECONDS
+from agenticrun_api.progress import BEAT_SECONDS, QUIET_SECONDS
 from agenticrun_workers.cli.source import ASK_CHECKPOINT
 from agenticrun_workers.reporting.sidecar import (
     FROZEN_SECONDS,
@@ -428,6 +428,19 @@ async def test_a_question_is_held_until_there_is_news(living: Sidecar) -> None:
     await living.post(progress(2, step=4))
     answer, seconds = await question
     assert (answer.sequence, seconds < 1.5) == (2, True)
+
+
+async def test_a_held_question_shows_that_the_reporter_is_alive(living: Sidecar) -> None:
+    async with living.http.get("/progress", headers=TOKEN, params=KNOWN) as answer:
+        began = time.monotonic()
+        piece = asyncio.create_task(answer.content.readany())
+        while not piece.done():
+            assert time.monotonic() < began + BEAT_SECONDS + 2
+            await asyncio.sleep(0.5)
+            await living.post(progress())
+        assert (piece.result(), answer.status) == (b" ", 200)
+        await living.post(progress(2))
+        assert Progress.model_validate_json(await answer.read()).sequence == 2
 
 
 async def test_a_question_is_held_until_its_time_is_over(living: Sidecar) -> None:

@@ -37,6 +37,7 @@ from agenticrun_api.names import (
     WORK_DIR,
 )
 from agenticrun_api.progress import (
+    BEAT_SECONDS,
     MAX_PROGRESS_BYTES,
     QUIET_SECONDS,
     LeaveAnswer,
@@ -130,40 +131,55 @@ class Reporter:
             raise web.HTTPServiceUnavailable(text=f"{ENV_POD_UID} or {ENV_POD_IP} is not set")
         return _json(Proof(proof=prove(self._token, nonce, *self._pod)))
 
-    async def _get_progress(self, request: web.Request) -> web.Response:
+    async def _get_progress(self, request: web.Request) -> web.StreamResponse:
         """Answer with the newest snapshot; to a query of one who knows it, when there is news.
 
         The latter (a long poll) does not count as read: its asker may be gone, or no longer lead.
         """
-        if request.query:
-            try:
-                query = ProgressQuery.model_validate_strings(dict(request.query), extra="ignore")
-            except ValidationError as error:
-                raise web.HTTPUnprocessableEntity(text=str(error)) from error
-            await self._wait_for_news(query)
-        progress = self._state.progress
-        if progress is None:
+        if self._state.progress is None:
             return web.Response(status=204)
+        if not request.query:
+            # A pod that leaves waits until the final report has been read.
+            self._report_read = True
+            return web.Response(text=self._newest(), content_type="application/json")
+        try:
+            query = ProgressQuery.model_validate_strings(dict(request.query), extra="ignore")
+        except ValidationError as error:
+            raise web.HTTPUnprocessableEntity(text=str(error)) from error
+        answer = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await answer.prepare(request)
+        end, news = self._clock() + query.wait_seconds, self._news
+        while (left := self._seconds_to_hold(query, end)) > 0 and not news.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, BEAT_SECONDS)):
+                    await news.wait()
+            # JSON may begin with spaces. An asker that is gone ends this handler here.
+            await answer.write(b" ")
+        await answer.write(self._newest().encode())
+        return answer
+
+    def _seconds_to_hold(self, query: ProgressQuery, end: float) -> float:
+        """Return how long a question may still wait for news: not if the driver has fallen silent.
+
+        Args:
+            query: the question.
+            end: when it has to be answered.
+        """
+        held = self._state.progress
+        assert held is not None
+        if (held.submission_id, held.sequence) != (query.submission_id, query.sequence):
+            return 0.0
+        # The driver posts again and again, also without news.
+        return min(end, self._heard_at + QUIET_SECONDS) - self._clock()
+
+    def _newest(self) -> str:
+        """Return the newest snapshot as JSON."""
+        assert self._state.progress is not None
         now = self._clock()
-        # A pod that leaves waits until the final report has been read.
-        self._report_read |= not request.query
         # Computed when asked: the operator must see a silent driver grow older.
         ages = {"silent_seconds": now - self._heard_at, "idle_seconds": now - self._news_at}
-        return _json(progress.model_copy(update=ages))
-
-    async def _wait_for_news(self, query: ProgressQuery) -> None:
-        """Wait until there is another snapshot, the driver falls silent or the time is over."""
-        end, news = self._clock() + query.wait_seconds, self._news
-        while (held := self._state.progress) is not None and not news.is_set():
-            if (held.submission_id, held.sequence) != (query.submission_id, query.sequence):
-                return
-            # The driver posts again and again, also without news.
-            left = min(end, self._heard_at + QUIET_SECONDS) - self._clock()
-            if left <= 0:
-                return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await news.wait()
+        newest = self._state.progress.model_copy(update=ages)
+        return newest.model_dump_json(by_alias=True, exclude_none=True)
 
     async def _answer_all(self, _: web.Application) -> None:
         """Answer all held questions: this process is about to end, and waits for them."""
