@@ -2,7 +2,7 @@
 
     python benchmarks/chat.py [--quick] [--json FILE]
 
-One core. A conversation of an outside agent has 128 turns and 69,000 tokens: each turn is a tool
+A conversation of an outside agent has 128 turns and 69,000 tokens: each turn is a tool
 call of the policy and a result of 2,000 bytes. `turn_<n>_ms` is the median time of the endpoint to
 make the prompt of turn n from the client's messages: find the recorded answers, render and tokenise
 what is new. `piece_...` is the part of it that renders and tokenises. `whole_ms` renders and

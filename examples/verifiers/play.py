@@ -12,7 +12,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 CONFIG = {
-    "taskset": {"id": "sums_taskset"},
+    "taskset": {"id": "apples_taskset"},
     # The default runtime of verifiers is a cloud service.
     "agent": {"harness": {"id": "in_process"}, "runtime": {"type": "subprocess"}},
 }
@@ -32,7 +32,7 @@ class Seeds:
         raise NotImplementedError("the agent returns its reward")
 
     def valid_actions(self) -> list[str]:
-        return list("0123456")  # of the warm-up by random play
+        return list("2345")  # of the warm-up by random play
 
     def vocabulary(self) -> list[str]:
         return list(string.printable)
