@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
-NAMES = "Ann Ben Cleo Dan Eve Finn Gus Hal Ida Jon Kim Leo Mia Ned Ola Pam".split()
+NAMES = "Ann Ben Cleo Dan Eve Finn Gus Hal Ida Jon Kim Leo Mia Nat Ola Pam".split()  # noqa: SIM905
 
 
 class ApplesData(vf.TaskData):
