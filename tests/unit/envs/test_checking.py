@@ -221,6 +221,12 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     release.set()
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the check in another process, whose start takes most of a test's time."""
+    monkeypatch.setattr(run_checks, "FIRST", {"types": FIRST["types"]})
+
+
 def check(cls: type, **options: Any) -> Report:
     return check_env(
         f"test_checking:{cls.__name__}",
@@ -288,10 +294,8 @@ def test_a_broken_promise_fails_its_check(
         (Silent, "types", "there is no instruction"),
     ],
 )
-def test_what_is_not_as_good_as_it_could_be_is_a_warning(
-    cls: type, name: str, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_checks, "FIRST", {"types": FIRST["types"]})
+@pytest.mark.usefixtures("one_process")
+def test_what_is_not_as_good_as_it_could_be_is_a_warning(cls: type, name: str, found: str) -> None:
     report = check(cls)
     assert list(report.of(Verdict.WARNING)) == [name]
     assert found in report.findings[name].found
@@ -300,17 +304,20 @@ def test_what_is_not_as_good_as_it_could_be_is_a_warning(
         report.assert_ok(warnings=False)
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_metric_with_a_name_of_ours_is_a_failure_that_says_so() -> None:
     failures = check(OwnScore).of(Verdict.FAILED)
     assert "the metric 'score' has a reserved name" in next(iter(failures.values())).found
 
 
+@pytest.mark.usefixtures("one_process")
 def test_threads_are_skipped_with_the_reason() -> None:
     found = check(NeverInThreads).findings["threads"]
     assert found.verdict is Verdict.NOT_CHECKED
     assert found.found == "not played in threads: blocking = False, so no thread ever calls it"
 
 
+@pytest.mark.usefixtures("one_process")
 def test_an_environment_gets_two_splits_and_the_warm_up_plays_training() -> None:
     check(TrainOrElse).assert_ok(warnings=False)
     assert TrainOrElse.splits == {"train", "validation"}
@@ -344,6 +351,7 @@ class Held(Count):
             self.held.remove(self)
 
 
+@pytest.mark.usefixtures("one_process")
 def test_every_environment_is_closed() -> None:
     check(Held).assert_ok()
     assert Held.held == []
