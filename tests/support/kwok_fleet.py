@@ -156,7 +156,7 @@ class StubHead:
         try:
             while True:
                 method, target, body = await read_request(reader)
-                if target.startswith("/progress?"):
+                if target.startswith("/progress?") and self._report:
                     await self._hold(dict(parse_qsl(urlsplit(target).query)), writer)
                 else:
                     writer.write(answer_bytes(*self._answer(method, target, body)))

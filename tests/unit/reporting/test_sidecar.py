@@ -14,7 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from agenticrun_api import Activity, FinalReport, LiveConfig, Outcome, Progress
@@ -441,6 +443,25 @@ async def test_a_held_question_shows_that_the_reporter_is_alive(living: Sidecar)
         assert (piece.result(), answer.status) == (b" ", 200)
         await living.post(progress(2))
         assert Progress.model_validate_json(await answer.read()).sequence == 2
+
+
+async def test_an_asker_that_goes_away_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter = Reporter("secret", StateFile(tmp_path / "state.json"))
+    runner = web.AppRunner(reporter.app())  # as `main` does: its handlers are not cancelled
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = "http://{}:{}/progress".format(*runner.addresses[0][:2])
+    async with aiohttp.ClientSession(headers=TOKEN) as session:
+        snapshot = progress().model_dump_json(by_alias=True)
+        async with session.post(url, data=snapshot, headers={DRIVER_HEADER: "driver's"}) as posted:
+            assert posted.status == 200
+        async with session.get(url, params=KNOWN):
+            pass
+    await asyncio.sleep(QUIET_SECONDS + 0.5)
+    await runner.cleanup()
+    assert caplog.messages == []
 
 
 async def test_a_question_is_held_until_its_time_is_over(living: Sidecar) -> None:

@@ -136,26 +136,32 @@ class Reporter:
 
         The latter (a long poll) does not count as read: its asker may be gone, or no longer lead.
         """
+        query = None
+        if request.query:
+            try:
+                query = ProgressQuery.model_validate_strings(dict(request.query), extra="ignore")
+            except ValidationError as error:
+                raise web.HTTPUnprocessableEntity(text=str(error)) from error
         if self._state.progress is None:
             return web.Response(status=204)
-        if not request.query:
-            # A pod that leaves waits until the final report has been read.
-            self._report_read = True
-            return web.Response(text=self._newest(), content_type="application/json")
-        try:
-            query = ProgressQuery.model_validate_strings(dict(request.query), extra="ignore")
-        except ValidationError as error:
-            raise web.HTTPUnprocessableEntity(text=str(error)) from error
+        if query:
+            return await self._hold(request, query)
+        # A pod that leaves waits until the final report has been read.
+        self._report_read = True
+        return web.Response(text=self._newest(), content_type="application/json")
+
+    async def _hold(self, request: web.Request, query: ProgressQuery) -> web.StreamResponse:
+        """Answer when there is news. A space now and then shows that this process is alive."""
         answer = web.StreamResponse(headers={"Content-Type": "application/json"})
-        await answer.prepare(request)
         end, news = self._clock() + query.wait_seconds, self._news
-        while (left := self._seconds_to_hold(query, end)) > 0 and not news.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left, BEAT_SECONDS)):
-                    await news.wait()
-            # JSON may begin with spaces. An asker that is gone ends this handler here.
-            await answer.write(b" ")
-        await answer.write(self._newest().encode())
+        with contextlib.suppress(ConnectionError):  # the asker has gone
+            await answer.prepare(request)
+            while (left := self._seconds_to_hold(query, end)) > 0 and not news.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(left, BEAT_SECONDS)):
+                        await news.wait()
+                await answer.write(b" ")  # JSON may begin with spaces
+            await answer.write(self._newest().encode())
         return answer
 
     def _seconds_to_hold(self, query: ProgressQuery, end: float) -> float:
