@@ -243,6 +243,11 @@ def test_the_checks_of_a_run_pass(template: str, tokens: tuple[str, ...]) -> Non
             "tool calls",
             "is read as",
         ),
+        (
+            NO_SYSTEM.replace("m.role + '\n'", "'<|role|>' + m.role + '\n'"),
+            "special tokens",
+            "writes <|role|>, which the tokenizer splits",
+        ),
     ],
 )
 def test_a_template_that_changes_conversations_is_refused_at_the_start(

@@ -6,12 +6,15 @@ Env workers make them when a run starts, and `agenticrun check-model` prints the
 from __future__ import annotations
 
 import json
+import logging
 import re
 from contextlib import suppress
 from typing import Any
 
 from agenticrun_workers.agents.chat import ChatFormat, ChatTemplateError, Message
 from agenticrun_workers.findings import Finding, Report, Verdict, failed, not_checked, ok, warning
+
+log = logging.getLogger(__name__)
 
 TEMPLATE = "set spec.model.chatTemplate to a template that writes earlier messages unchanged"
 
@@ -24,6 +27,9 @@ SWITCHES = {
 """Variables of templates that change how much a model thinks, with values to try."""
 
 KEPT = "earlierReasoning: Keep keeps it"
+
+MARK = re.compile(r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<(?:start|end)_of_turn>")
+"""Texts that are special tokens in the templates of all families."""
 
 SYSTEM: Message = {"role": "system", "content": "INSTRUCTION"}
 ASKED: Message = {"role": "user", "content": "QUESTION 1"}
@@ -68,6 +74,7 @@ def check_chat(chat: ChatFormat) -> Report:
         "system role": _system_role,
         "thinking": _thinking,
         "tool calls": _tool_calls,
+        "special tokens": _special_tokens,
     }
     reader = ", by the model's response_template" if chat.own_reader else ""
     findings = {"family": ok(chat.family.name + reader)}
@@ -81,10 +88,12 @@ def check_chat(chat: ChatFormat) -> Report:
 
 
 def require_chat(chat: ChatFormat) -> None:
-    """Raise `ChatTemplateError` for the first failed check."""
-    for name, finding in check_chat(chat).findings.items():
-        if finding.verdict is Verdict.FAILED:
-            raise chat.error(f"fails the check of {name} ({finding.found})", finding.advice)
+    """Raise `ChatTemplateError` for the first failed check, and log warnings."""
+    report = check_chat(chat)
+    for name, finding in report.of(Verdict.FAILED).items():
+        raise chat.error(f"fails the check of {name} ({finding.found})", finding.advice)
+    for name, finding in report.of(Verdict.WARNING).items():
+        log.warning("the model's %s: %s; %s", name, finding.found, finding.advice)
 
 
 def _two_turns(chat: ChatFormat) -> Finding:
@@ -112,12 +121,17 @@ def _same_tokens(chat: ChatFormat, before: str, piece: str) -> bool:
     """Return True if the tokens of two texts are those of both together.
 
     A tokenizer of words cannot encode the texts of the checks, and splits at each word anyway.
+
+    Raises:
+        ChatTemplateError: the tokenizer refuses a text for another reason.
     """
     try:
         parts = [*chat.encode(before).tolist(), *chat.encode(piece).tolist()]
         return bool(parts == chat.encode(before + piece).tolist())
-    except Exception:  # tokenizers raises plain ones
-        return True
+    except Exception as error:  # tokenizers raises plain ones
+        if "[UNK]" in str(error):  # the tokenizer of a tiny model, which has whole words only
+            return True
+        raise chat.error(f"{before + piece!r} cannot be tokenised: {error}", TEMPLATE) from error
 
 
 def _difference(first: str, whole: str) -> str:
@@ -210,6 +224,26 @@ def _tool_calls(chat: ChatFormat) -> Finding:
             "set spec.model.chatFormat",
         )
     return ok(f"read as written, results shown; {_parallel(chat)}")
+
+
+def _special_tokens(chat: ChatFormat) -> Finding:
+    """Check that what delimits messages in a prompt is one token each."""
+    text = chat.render([SYSTEM, ASKED, ANSWERED, ASKED_AGAIN], prompt=True)
+    marks = dict.fromkeys(MARK.findall(text))
+    split = [mark for mark in marks if not _is_one_token(chat, mark)]
+    if split:
+        return failed(
+            f"the template writes {', '.join(split)}, which the tokenizer splits into several",
+            "use the tokenizer that belongs to the template, or set spec.model.chatTemplate",
+        )
+    return ok(f"{', '.join(marks)}: one token each" if marks else "the template writes none")
+
+
+def _is_one_token(chat: ChatFormat, text: str) -> bool:
+    try:
+        return len(chat.encode(text)) == 1
+    except Exception:  # tokenizers raises plain ones, for words that it does not know
+        return False
 
 
 def _parallel(chat: ChatFormat) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +21,7 @@ from agenticrun_workers.findings import Finding, Report, failed, not_checked, ok
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from agenticrun_workers.agents import ChatFormat
     from agenticrun_workers.models.source import ModelSource
-
-MARK = re.compile(r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<(?:start|end)_of_turn>")
-"""Texts that are special tokens in the templates of all families."""
 
 
 def check_model(
@@ -89,7 +84,6 @@ def findings(source: ModelSource) -> Report:
         found["chat template" if found else "tokenizer"] = failed(error.message, error.path)
     else:
         found |= check_chat(chat).findings
-        found["special tokens"] = _special_tokens(chat)
     found["weights"] = _weights(source)
     found["tied embeddings"] = _tied_embeddings(source)
     found |= _acceptance(source)
@@ -101,21 +95,6 @@ def _vocabulary(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> Find
     known = _config_file(source).get("vocab_size")
     tokens = f"{len(tokenizer)} tokens"
     return ok(f"{tokens}; the model knows {known}" if isinstance(known, int) else tokens)
-
-
-def _special_tokens(chat: ChatFormat) -> Finding:
-    """Check that what delimits messages in a prompt is one token each."""
-    from agenticrun_workers.agents.chat_checks import ANSWERED, ASKED, ASKED_AGAIN, SYSTEM
-
-    text = chat.render([SYSTEM, ASKED, ANSWERED, ASKED_AGAIN], prompt=True)
-    marks = dict.fromkeys(MARK.findall(text))
-    split = [mark for mark in marks if len(chat.encode(mark)) != 1]
-    if split:
-        return failed(
-            f"the template writes {', '.join(split)}, which the tokenizer splits into several",
-            "use the tokenizer that belongs to the template, or set spec.model.chatTemplate",
-        )
-    return ok(f"{', '.join(marks)}: one token each" if marks else "the template writes none")
 
 
 def _weights(source: ModelSource) -> Finding:
