@@ -412,6 +412,21 @@ def test_a_mixture_of_experts_that_megatron_trained_is_trained_by_fsdp2() -> Non
     assert (strategy.name, strategy.config) == ("fsdp2", {"gradient_checkpointing": True})
 
 
+@pytest.mark.parametrize(
+    ("path", "switched"),
+    [
+        ("Qwen/Qwen3-8B", True),
+        ("/models/Qwen3-30B-A3B", True),
+        ("Qwen/Qwen3-4B-Instruct-2507", False),
+        ("Qwen/Qwen3-1.7B-Base", False),
+        ("Qwen/Qwen2.5-7B-Instruct", False),
+    ],
+)
+def test_a_model_that_can_think_does_not_as_in_roll(path: str, switched: bool) -> None:
+    spec = parse_run(converted(pretrain=path).document).spec
+    assert spec.model.chat_template_args == ({"enable_thinking": False} if switched else {})
+
+
 def test_the_options_that_are_kept_are_options_of_ours() -> None:
     assert KEPT["megatron"] <= {*SIZES, *TRANSFORMER, *DATA_PARALLEL}
     assert KEPT["fsdp2"] <= {field.name for field in fields(FsdpOptions)}

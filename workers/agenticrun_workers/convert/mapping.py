@@ -282,7 +282,7 @@ _ALGORITHM: dict[str, Field | Section] = {
 }
 
 _MODELS: dict[str, Field | Section] = {
-    "pretrain": mapped("spec.model.path"),
+    "pretrain": mapped("spec.model.path; thinking is off for Qwen3, as in ROLL"),
     "reward_pretrain": mapped("spec.pipeline.critic.path", None, only("gae")),
     "actor_train": role("actor_train"),
     "actor_infer": role("actor_infer"),

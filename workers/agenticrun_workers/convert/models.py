@@ -35,6 +35,8 @@ MAX_TOKENS_PER_MICRO_BATCH = 16_777_216
 _QUANTIZED = re.compile(r"DeepSeek-(V3|R1$)|gpt-oss|-(FP8|AWQ|GPTQ)\b", re.IGNORECASE)
 """Models of which the hub has quantised weights."""
 _SEVERAL = re.compile(r"-(VL|Omni)\b|Vision|LLaVA|Qwen3\.5", re.IGNORECASE)
+_SWITCHED = re.compile(r"\bQwen3-[\d.]+B(-A\d+B)?$", re.IGNORECASE)
+"""Models whose template reads `enable_thinking`. ROLL's prompts always have it false."""
 
 
 def model(top: View, notes: Notes) -> Spec:
@@ -62,6 +64,9 @@ def model(top: View, notes: Notes) -> Spec:
     given = top.section("actor_train").section("model_args")["attn_implementation"]
     return {
         "path": path,
+        "chatTemplateArgs": (
+            {"enable_thinking": False} if path and _SWITCHED.search(path) else None
+        ),
         "dtype": _dtype(top),
         "attnImplementation": (
             "eager" if given == "eager" and trainer(top) != "megatron" else None
