@@ -23,6 +23,7 @@ import yaml
 from agenticrun_api.names import LABEL_RUN
 from agenticrun_api.version import __version__
 from devcluster.settings import Settings
+from enforced_network import CONNECT
 from installation import RELEASE, RUNS, SYSTEM
 from pages import blocks, commands
 from testcluster import ROOT, Cluster, devcluster
@@ -61,16 +62,6 @@ CLOSED: dict[str, Any] = {
         ],
     },
 }
-CONNECT = """
-import json, socket, sys
-def connects(target):
-    try:
-        socket.create_connection(tuple(target), timeout=2).close()
-    except OSError:
-        return False
-    return True
-print(json.dumps([target for target in json.loads(sys.argv[1]) if connects(target)]))
-"""
 DOCKER = (
     f"#!{sys.executable}\n"
     + r'''

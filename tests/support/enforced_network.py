@@ -31,7 +31,7 @@ HOST_LINK = "arunwalls0"
 HOST_IP, NODE_IP, LINK = "10.213.0.1", "10.213.0.2", 30
 GATEWAY, PODS = "10.214.0.1", "10.214.0.0/24"
 FIRST_POD = 10
-_CONNECT = """
+CONNECT = """
 import json, socket, sys
 from concurrent.futures import ThreadPoolExecutor
 def connects(target):
@@ -40,11 +40,12 @@ def connects(target):
     except OSError:
         return False
     return True
-targets = json.load(sys.stdin)
+targets = json.loads(sys.argv[1])
 with ThreadPoolExecutor(64) as pool:
     found = [target for target, ok in zip(targets, pool.map(connects, targets)) if ok]
 print(json.dumps(found))
 """
+"""A program: of the targets in its argument, it prints those that it connects to."""
 _LISTEN = """
 import socket, sys, time
 servers = [socket.create_server((sys.argv[1], int(port)), backlog=512) for port in sys.argv[2:]]
@@ -131,8 +132,8 @@ class EnforcedNetwork:
         inside = (
             [] if source == "outside" else ["ip", "netns", "exec", f"{NODE}-{names.index(source)}"]
         )
-        words = (*inside, sys.executable, "-I", "-S", "-c", _CONNECT)
-        found = json.loads(run(*words, stdin=json.dumps(sorted(targets))))
+        words = (*inside, sys.executable, "-I", "-S", "-c", CONNECT)
+        found = json.loads(run(*words, json.dumps(sorted(targets))))
         return {(address, port) for address, port in found}
 
     def _namespace(self, name: str) -> None:

@@ -241,7 +241,7 @@ def test_arguments_in_tags_follow_the_schema(
     values = dict([*VALUES.items()][:keys])
     text, longest = (form.opening + tagged(family, said) + how.end for said in (values, VALUES))
     assert (form.read(text).complete, form.read(text + "x").fits) == (True, len(text))
-    # Where all keys are said, every cut is tried; with fewer, those that are not cuts of that text.
+    # With fewer keys, a cut that also begins the text of all keys is tried there.
     all_said = text == longest
     cuts = [text[:n] for n in range(len(text)) if all_said or not longest.startswith(text[:n])]
     for cut in cuts:

@@ -148,7 +148,7 @@ class Reporter:
             return await self._hold(request, query)
         # A pod that leaves waits until the final report has been read.
         self._report_read = True
-        return web.Response(text=self._newest(), content_type="application/json")
+        return _json(self._newest())
 
     async def _hold(self, request: web.Request, query: ProgressQuery) -> web.StreamResponse:
         """Answer when there is news. A space now and then shows that this process is alive."""
@@ -161,7 +161,7 @@ class Reporter:
                     async with asyncio.timeout(min(left, BEAT_SECONDS)):
                         await news.wait()
                 await answer.write(b" ")  # JSON may begin with spaces
-            await answer.write(self._newest().encode())
+            await answer.write(_dump(self._newest()).encode())
         return answer
 
     def _seconds_to_hold(self, query: ProgressQuery, end: float) -> float:
@@ -178,14 +178,13 @@ class Reporter:
         # The driver posts again and again, also without news.
         return min(end, self._heard_at + QUIET_SECONDS) - self._clock()
 
-    def _newest(self) -> str:
-        """Return the newest snapshot as JSON."""
+    def _newest(self) -> Progress:
+        """Return the newest snapshot."""
         assert self._state.progress is not None
         now = self._clock()
         # Computed when asked: the operator must see a silent driver grow older.
         ages = {"silent_seconds": now - self._heard_at, "idle_seconds": now - self._news_at}
-        newest = self._state.progress.model_copy(update=ages)
-        return newest.model_dump_json(by_alias=True, exclude_none=True)
+        return self._state.progress.model_copy(update=ages)
 
     async def _answer_all(self, _: web.Application) -> None:
         """Answer all held questions: this process is about to end, and waits for them."""
@@ -280,8 +279,11 @@ class Reporter:
 
 
 def _json(model: Model) -> web.Response:
-    text = model.model_dump_json(by_alias=True, exclude_none=True)
-    return web.Response(text=text, content_type="application/json")
+    return web.Response(text=_dump(model), content_type="application/json")
+
+
+def _dump(model: Model) -> str:
+    return model.model_dump_json(by_alias=True, exclude_none=True)
 
 
 def main() -> None:
